@@ -1,0 +1,135 @@
+"""What Hydra and OmegaConf complain about, said in one sentence that tells what to type instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from kvexp import check
+from kvexp.errors import UserError, suggest
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+    from omegaconf.errors import OmegaConfBaseException
+
+Options = Callable[[str], Sequence[str]]
+"""The choices of a group; none when there is no such group."""
+
+_OPTIONAL_GROUPS = ("experiment", "debug")
+_PLUGINS = {"submitit": "slurm"}
+
+
+def check_choice(group: str, override: Override, options: Sequence[str]) -> None:
+    """Raise UserError unless every value of a group's override is the name of one of its files."""
+    if isinstance(override.value(), list):
+        raise UserError(
+            f"{override.input_line} names a list: {group} takes one choice, or several of a grid with -m"
+        )
+    for choice in _values(override):
+        if choice is None and group in _OPTIONAL_GROUPS:
+            continue
+        if choice not in options:
+            raise UserError(no_choice(group, "" if choice is None else str(choice), options))
+
+
+def no_choice(group: str, choice: str, options: Sequence[str]) -> str:
+    """Return the sentence about a choice that a group does not have."""
+    extra = [extra for start, extra in _PLUGINS.items() if choice.startswith(start) and choice not in options]
+    if extra:
+        return f"{group}={choice} needs a plugin that is not installed: pip install 'kvexp[{extra[0]}]'"
+    said = (
+        f"there is no {group} '{choice}'{suggest(choice, options)}" if choice else f"{group}= names nothing:"
+    )
+    return f"{said.rstrip('?:,')}{'?' if said.endswith('?') else '.'} Choices: {', '.join(sorted(options))}"
+
+
+@contextmanager
+def given(options: Options = lambda group: ()) -> Iterator[None]:
+    """Turn what Hydra and OmegaConf raise inside the block into a UserError."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise UserError(translate(error, options)) from error
+
+
+def translate(error: BaseException, options: Options) -> str:
+    """Return one sentence for an exception of Hydra or OmegaConf."""
+    from hydra.errors import MissingConfigException
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+
+    for link in _chain(error):
+        if isinstance(link, UserError):
+            return str(link)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        return no_choice(group, choice, error.options)
+    for link in _chain(error):
+        if isinstance(link, ConfigAttributeError | ConfigKeyError) and link.full_key:
+            return _unknown_key(link, options)
+        if isinstance(link, ValidationError) and link.full_key:
+            return _wrong_value(link, _first_line(error))
+        if isinstance(link, OmegaConfBaseException) and link.full_key:
+            return f"{link.full_key}: {_first_line(link)}"
+    return _first_line(error)
+
+
+def _unknown_key(error: OmegaConfBaseException, options: Options) -> str:
+    from omegaconf import DictConfig
+
+    full_key, parent = str(error.full_key), error.parent_node
+    prefix, _, key = full_key.rpartition(".")
+    if not isinstance(parent, DictConfig) or parent.get(key, None) is not None:
+        return f"{full_key}: {_first_line(error)}"
+    known = [str(name) for name in parent if not str(name).startswith("_")]
+    if prefix == "trainer":
+        return (
+            f"there is no '{full_key}' yet{suggest(key, known) or '.'} To give lightning.Trainer another"
+            f" argument, write +{full_key}=..."
+        )
+    if not prefix:
+        known = [name for name in known if name != "hydra"]
+        known += [group for group in _OPTIONAL_GROUPS if options(group)]
+    owner = f"the chosen {prefix}" if prefix else "the configuration"
+    return check.unknown(full_key, key, known, owner)
+
+
+def _wrong_value(error: Any, outer: str) -> str:
+    from kvexp.schema import Config
+
+    key = str(error.full_key)
+    start = "Error merging override "
+    written = outer.removeprefix(start) if outer.startswith(start) else key
+    wanted = get_type_hints(Config).get(key)
+    if wanted is None:
+        reason = _first_line(error)
+        return f"{written} is not possible: {reason[0].lower()}{reason[1:]}"
+    return f"{written} is not possible: {key} is {check.describe(wanted)}"
+
+
+def _values(override: Override) -> Iterator[Any]:
+    from hydra.core.override_parser.types import ChoiceSweep, QuotedString
+
+    given_value = override.value()
+    if isinstance(given_value, ChoiceSweep):
+        items: list[Any] = list(given_value.list)
+    elif override.is_sweep_override():
+        items = []
+    else:
+        items = [given_value]
+    for item in items:
+        yield item.text if isinstance(item, QuotedString) else item
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

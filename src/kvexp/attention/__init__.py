@@ -1,0 +1,1 @@
+"""The registered attention function, its masks, taps and rotary helpers."""

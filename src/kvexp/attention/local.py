@@ -1,0 +1,118 @@
+"""Attention over stored rows that also returns its log-sum-exp, so that partial results can be merged.
+
+`lse [B, Hq, T]` is the natural-log sum-exp of the scaled scores, float32 (float64 for float64 inputs).
+A query that sees no row has output 0 and lse -inf. Backends: `reference` (plain torch, float32 inside),
+`flash` (torch's fused CPU kernel), `flex` (torch's flex attention, compiled on a GPU).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+BACKENDS = ("auto", "reference", "flash", "flex")
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    visible: torch.Tensor | None = None,
+    causal: bool = False,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (output [B, Hq, T, Dv], lse [B, Hq, T]) of softmax attention.
+
+    query [B, Hq, T, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv] with Hkv a divisor of Hq;
+    `visible` bool, broadcastable to [B, Hq, T, S]; `causal` (T = S) stands for a lower triangle.
+    """
+    batch, heads, length, _ = query.shape
+    if key.shape[-2] == 0:
+        empty = query.new_zeros(batch, heads, length, value.shape[-1])
+        return empty, torch.full_like(empty[..., 0], -torch.inf, dtype=_stat_dtype(query))
+    if backend == "auto":
+        backend = "flash" if query.device.type == "cpu" else "flex"
+    function = {"reference": _reference, "flash": _flash_cpu, "flex": _flex}[backend]
+    output, lse = function(query, key, value, scale, visible, causal)
+    if visible is not None:
+        blind = ~visible.any(-1)  # the fused kernels give such rows lse 0 and an arbitrary mean
+        output = output.masked_fill(blind[..., None], 0.0)
+        lse = lse.masked_fill(blind, -torch.inf)
+    return output, lse
+
+
+def attend_without_lse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    visible: torch.Tensor | None,
+    causal: bool,
+) -> torch.Tensor:
+    """Return torch's own attention [B, Hq, T, Dv]: the fast path of layers that merge nothing."""
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=visible, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+
+
+def _stat_dtype(query: torch.Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+def _reference(query, key, value, scale, visible, causal):
+    dtype, groups = _stat_dtype(query), query.shape[1] // key.shape[1]
+    key, value = (x.to(dtype).repeat_interleave(groups, dim=1) for x in (key, value))
+    scores = query.to(dtype) @ key.transpose(-1, -2) * scale  # [B, Hq, T, S]
+    if causal:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse[..., None].nan_to_num(neginf=0.0)).exp()
+    return (weights @ value).to(query.dtype), lse
+
+
+def _flash_cpu(query, key, value, scale, visible, causal):
+    width = value.shape[-1]
+    if width < key.shape[-1]:  # MLA: values are narrower than keys, the kernel wants them equal
+        value = F.pad(value, (0, key.shape[-1] - width))
+    elif width > key.shape[-1]:
+        query, key = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key))
+    mask = None
+    if visible is not None:  # the kernel takes an additive mask, and wants it on every batch row and head
+        mask = torch.zeros(visible.shape, dtype=query.dtype, device=query.device)
+        mask = mask.masked_fill(~visible, -torch.inf)
+        if mask.dim() == 2:
+            mask = mask[None, None]
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    return output[..., :width], lse
+
+
+def _flex(query, key, value, scale, visible, causal):
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    if causal:
+        visible = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    modify = None
+    if visible is not None:
+        shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        dense = visible.expand(shape)
+
+        def modify(score, b, h, t, s):
+            return torch.where(dense[b, h, t, s], score, -torch.inf)
+
+    run = torch.compile(flex_attention, dynamic=True) if query.is_cuda else flex_attention
+    output, aux = run(
+        query,
+        key,
+        value,
+        score_mod=modify,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    return output, aux.lse

@@ -1,0 +1,1 @@
+"""Cache layers and the cache made of them."""

@@ -1,0 +1,50 @@
+"""Rows of an encoded context that many queries stand on: read by every fork, copied by none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvexp.attention.function import Call
+from kvexp.attention.local import attend
+
+if TYPE_CHECKING:
+    from kvexp.cache.dense import DenseLayer, State
+
+
+class SharedRows:
+    """The rows of an encoded context, read by every fork: keys/values [1 or B, H, P, D], slots [P]."""
+
+    def __init__(self, keys, values, slots, positions) -> None:
+        self.keys, self.values, self.slots, self.positions = keys, values, slots, positions
+        self.entries = keys.shape[2]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The shared tensors, by reference."""
+        return [self.keys, self.values]
+
+    def state(self, call: Call, layer: DenseLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend over the shared rows."""
+        return self.attended(call, layer, *self.expanded(call))
+
+    def expanded(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows as per-head keys and values (MLA stores latents)."""
+        if hasattr(call.module, "expand_kv"):
+            return call.module.expand_kv(self.keys, self.values)  # type: ignore[operator]
+        return self.keys, self.values
+
+    def attended(self, call: Call, layer: DenseLayer, key: torch.Tensor, value: torch.Tensor) -> State:
+        """Return the state of the call's queries over these rows."""
+        batch, heads, length, width = call.query.shape
+        padded = call.padding.first_pad is not None and call.padding.first_pad <= int(self.slots[-1])
+        if key.shape[0] == 1 and not padded:  # one shared context: the whole batch is one long query block
+            folded = call.query.transpose(0, 1).reshape(1, heads, batch * length, width)
+            a, s = attend(folded, key, value, call.scale, backend=layer.backend)
+            a = a.view(heads, batch, length, -1).transpose(0, 1)
+            return a, s.view(heads, batch, length).transpose(0, 1)
+        real = call.padding.at(self.slots)
+        visible = None if real is None else real[:, None, None, :].expand(-1, -1, length, -1)
+        if key.shape[0] == 1:
+            key, value = key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
+        return attend(call.query, key, value, call.scale, visible, backend=layer.backend)

@@ -1,0 +1,51 @@
+"""A virtual prefix: P tokens seen, no rows stored; each query looks its attention state up in a memory."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from kvexp.attention.function import Call
+from kvexp.cache.dense import DenseLayer
+
+
+class StateLookup(Protocol):
+    """A memory of one layer: what `Virtual` asks of it."""
+
+    entries: int
+
+    def find(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (a [n, Hq, Dv], log Z [n, Hq]) for key-space queries [n, Hq, D]."""
+        ...
+
+    def key_queries(self, call: Call, positions: torch.Tensor) -> torch.Tensor:
+        """Return the queries in the space of the memory's keys, [B, Hq, T, D]."""
+        ...
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors held."""
+        ...
+
+
+class Virtual:
+    """A source whose states come from a lookup, so that nothing of the prefix is attended to."""
+
+    def __init__(self, lookup: StateLookup, counters: dict[str, int]) -> None:
+        self.lookup, self.counters, self.entries = lookup, counters, lookup.entries
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The memory's tensors."""
+        return self.lookup.tensors()
+
+    def state(self, call: Call, layer: DenseLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        """Look up every query token's state; padded tokens get one too, which nothing reads."""
+        query = self.lookup.key_queries(call, layer.q_positions)
+        batch, heads, length, width = query.shape
+        a, s = self.lookup.find(query.transpose(1, 2).reshape(batch * length, heads, width))
+        real = call.padding.at(layer.q_slots)
+        self.counters["looked_up"] = self.counters.get("looked_up", 0) + (
+            batch * length if real is None else int(real.sum())
+        )
+        a = a.view(batch, length, heads, -1).transpose(1, 2)
+        return a, s.view(batch, length, heads).transpose(1, 2)

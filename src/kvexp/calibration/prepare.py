@@ -1,0 +1,81 @@
+"""The `prepare` stage of a run: draw the traces, then load the memory by its fingerprint or build it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvexp.budget import Budget
+from kvexp.calibration.module import Runner
+from kvexp.calibration.store import Store
+from kvexp.errors import UserError
+from kvexp.methods.baseline.full import Full
+from kvexp.prompt import Context
+from kvexp.tasks.adapter import KVLM
+from kvexp.tasks.base import TaskSet, Trace
+from kvexp.tasks.evaluate import LabelEvaluation
+from kvexp.tasks.session import Session
+
+
+def draw_traces(spec: Any, source: TaskSet, loaded: Any, context: Context, seed: int) -> list[tuple[int, ...]]:
+    """Return the token ids of `spec.n` traces, labelled as `spec.labels` says.
+
+    `model` lets the model itself answer each query under the full context, so that no gold label is used.
+    """
+    labels = "none" if spec.labels == "model" else spec.labels
+    traces = source.traces(spec.n, labels, seed)
+    if spec.labels == "model":
+        traces = _answered(spec, traces, source, loaded, context, seed)
+    return [(*trace.query_ids, *trace.answer_ids) for trace in traces]
+
+
+def _answered(spec, traces: list[Trace], source: TaskSet, loaded, context: Context, seed: int) -> list[Trace]:
+    adapter = KVLM(Session(loaded, Full(), None, Budget(None)))
+    scorer = LabelEvaluation(adapter, source, context, seed)
+    answered = []
+    with Full().attach(loaded.model):
+        for at in range(0, len(traces), spec.batch_size):
+            part = traces[at : at + spec.batch_size]
+            scores = adapter.label_scores([scorer.instance(t.query_ids) for t in part], scorer.trie)
+            chosen = scores.argmax(-1).tolist()
+            answered += [replace(t, answer_ids=source.answer_ids[i]) for t, i in zip(part, chosen, strict=True)]
+    return answered
+
+
+def prepare(
+    method: Any,
+    loaded: Any,
+    context: Context,
+    traces: list[tuple[int, ...]],
+    budget: Budget,
+    seed: int,
+    store_dir: Path,
+    batch_size: int,
+    make_trainer: Callable[..., Any],
+) -> tuple[Any, Path, bool]:
+    """Return (memory, its folder, whether it was built now) of a method that needs calibration."""
+    from kvexp.methods.memory.states import FORMAT, StateMemory
+
+    if not traces:
+        raise UserError("calibration has no traces, use calibration.n=300")
+    facts = {
+        "method": method.id,
+        "knobs": method.stored_knobs(),
+        "model": loaded.sha256,
+        "dtype": str(loaded.dtype),
+        "context": context.key,
+        "traces": hashlib.sha256(repr(traces).encode()).hexdigest()[:16],
+        "budget": str(budget),
+        "seed": seed,
+        "format": FORMAT,
+    }
+
+    def build(folder: Path) -> StateMemory:
+        runner = Runner(context, traces, folder, make_trainer, batch_size, seed)
+        return method.prepare(loaded.model, runner, budget)
+
+    memory, folder, built = Store(store_dir).get(method.id, facts, StateMemory.load, build)
+    return memory.to(loaded.device), folder, built

@@ -1,0 +1,67 @@
+"""Where calibration artefacts live: one folder for each fingerprint, built once and reused.
+
+The fingerprint covers everything that decides what is in an artefact: model weights and dtype, the knobs that
+matter, the context's and the traces' ids, budget and seed, and the version of the code that wrote it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvexp.files import file_lock
+
+log = logging.getLogger(__name__)
+
+
+def fingerprint(facts: dict[str, Any]) -> str:
+    """Return 16 hex digits over the canonical JSON of `facts`."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+class Store:
+    """Artefacts under `root`, each in `<method>-<fingerprint>/`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @contextmanager
+    def scratch(self):
+        """A folder for samples that do not fit in memory, removed at the end."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".samples-", dir=self.root))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def get(
+        self,
+        name: str,
+        facts: dict[str, Any],
+        load: Callable[[Path, dict[str, Any]], Any],
+        build: Callable[[Path], Any],
+    ) -> tuple[Any, Path, bool]:
+        """Return (artefact, its folder, whether it was built now).
+
+        `build(scratch folder)` makes an artefact with `manifest` and `save(folder)`; `load(folder, facts)` reads one
+        and refuses a mismatch. Two processes that want the same artefact build it once.
+        """
+        folder = self.root / f"{name}-{fingerprint(facts)}"
+        folder.mkdir(parents=True, exist_ok=True)
+        with file_lock(folder / ".lock"):
+            if (folder / "manifest.json").exists():
+                log.info("using the memory in %s", folder)
+                return load(folder, facts), folder, False
+            with self.scratch() as scratch:
+                artefact = build(scratch)
+            artefact.manifest |= facts
+            artefact.save(folder)
+        return artefact, folder, True

@@ -1,0 +1,177 @@
+"""The command line: compose, check, run. Nothing heavy is imported until all of it has been checked.
+
+Exit codes: 0 all is done, 1 a run failed, 2 the command line was wrong. A mistake is one line on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, cast
+
+from kvexp import advice, commandline, compose, resolvers, schema
+from kvexp.errors import UserError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from kvexp.compose import Job
+    from kvexp.schema import Settings
+
+log = logging.getLogger(__name__)
+
+FAILED, WRONG, INTERRUPTED = 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line (the process's own by default) and return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if "--version" in words:
+            print(f"kvexp {version('kvexp')}")
+            return 0
+        args = commandline.read(commandline.clean(words))
+        if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
+            return _inspect(args)
+        return _run(args)
+    except UserError as error:
+        return _say(str(error), WRONG)
+    except KeyboardInterrupt:
+        return _say("interrupted; the same command goes on from the last complete sample", INTERRUPTED)
+    except BrokenPipeError:  # `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+class Runner:
+    """The function that Hydra calls once for each cell; it keeps what failed for the end."""
+
+    def __init__(self, fail_fast: bool = False) -> None:
+        self.failures: list[tuple[str, Exception]] = []
+        self.skipped = 0
+        self._fail_fast = fail_fast
+        self._process = os.getpid()
+
+    def __call__(self, config: DictConfig) -> Any:
+        """Run one cell; in a process that a launcher started, raise what failed, for the launcher to know."""
+        from hydra.core.hydra_config import HydraConfig
+
+        if self._fail_fast and self.failures:
+            self.skipped += 1
+            return None
+        try:
+            settings = schema.validate(config, cast("DictConfig", HydraConfig.get()))
+            for remark in settings.remarks():
+                log.info(remark)
+            from kvexp.run import run
+
+            return run(settings)
+        except Exception as error:
+            log.error("the run failed", exc_info=True)
+            if os.getpid() != self._process:
+                raise
+            self.failures.append((" ".join(HydraConfig.get().overrides.task), error))
+            return None
+
+
+def _run(args: argparse.Namespace) -> int:
+    with compose.opened(args) as composer:
+        is_grid, jobs = composer.jobs()
+        cells = [_check(job, jobs) for job in jobs]
+        if is_grid:
+            schema.check_grid(cells[0], jobs[0].config.hydra.launcher["_target_"])
+    runner = Runner(fail_fast=cells[0].fail_fast)
+    try:
+        _call_hydra(args, runner)
+    except Exception as error:  # a cell failed in a process that a launcher started, or the launcher did
+        log.error("the launcher failed", exc_info=True)
+        runner.failures.append(("", error))
+    if is_grid:
+        return _finish_grid(cells, runner)
+    for _, failure in runner.failures:
+        return _say(_reason(failure), WRONG if isinstance(failure, UserError) else FAILED)
+    return 0
+
+
+def _finish_grid(cells: Sequence[Settings], runner: Runner) -> int:
+    from kvexp.run import finish_grid
+
+    finish_grid(list({cell.cell: cell for cell in cells}.values()))
+    for cell, error in runner.failures:
+        _say(f"{cell}: {_reason(error)}" if cell else _reason(error), FAILED)
+    if not runner.failures:
+        return 0
+    skipped = f", {runner.skipped} were not started (fail_fast=true)" if runner.skipped else ""
+    return _say(f"{len(runner.failures)} of {len(cells)} cells failed{skipped}", FAILED)
+
+
+def _check(job: Job, jobs: Sequence[Job]) -> Settings:
+    try:
+        return schema.validate(job.config, job.config.hydra)
+    except UserError as error:
+        if len(jobs) == 1:
+            raise
+        shared = set.intersection(*(set(other.overrides) for other in jobs))
+        cell = " ".join(word for word in job.overrides if word not in shared)
+        raise UserError(f"in the cell {cell}: {error}") from error
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    if not (args.hydra_help or args.shell_completion):
+        with compose.opened(args) as composer:
+            composer.single()
+    with advice.given():
+        _call_hydra(args, Runner())
+    return 0
+
+
+def _call_hydra(args: argparse.Namespace, runner: Runner) -> None:
+    import hydra
+
+    entry = hydra.main(
+        config_path=str(compose.conf_dir()),
+        config_name=compose.CONFIG_NAME,
+        version_base=compose.VERSION_BASE,
+    )(runner)
+    with _words(args.argv):
+        try:
+            entry()
+        except SystemExit as end:
+            if end.code:
+                raise
+
+
+@contextmanager
+def _words(words: Sequence[str]) -> Iterator[None]:
+    """Set `sys.argv`, which Hydra reads and Lightning repeats for its ranks, and have Hydra raise errors."""
+    before, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = [before[0], *words]
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = before
+        if full_error is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full_error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UserError):
+        return " ".join(str(error).split())
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _say(sentence: str, code: int) -> int:
+    print(f"kvexp: {' '.join(sentence.split())}", file=sys.stderr)
+    return code
+
+
+resolvers.register()  # also in the processes of a launcher, which import this module to find `Runner`

@@ -1,0 +1,148 @@
+"""Hydra, called so that every mistake in a configuration comes back as one sentence before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvexp import advice, commandline
+from kvexp.errors import UserError
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+    from omegaconf import DictConfig
+
+CONFIG_NAME = "config"
+VERSION_BASE = "1.3"
+
+
+def conf_dir() -> Path:
+    """Return the folder of configuration files: inside the package (a wheel) or beside `src` (a checkout)."""
+    here = Path(__file__).resolve().parent
+    inside = here / "conf"
+    return inside if inside.is_dir() else here.parent.parent / "conf"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One cell as Hydra composes it: the configuration, its node `hydra` too, and the overrides."""
+
+    config: DictConfig
+    overrides: tuple[str, ...]
+
+
+class Composer:
+    """Hydra's loader for one command line. Use it through `opened`."""
+
+    def __init__(self, hydra: Any, args: argparse.Namespace) -> None:
+        self._hydra = hydra
+        self._name = args.config_name or CONFIG_NAME
+        self._loader = hydra.config_loader
+        self._multirun = bool(args.multirun)
+        self._written = list(args.overrides)
+        self._parsed = commandline.parse(self._written)
+        self._check_choices()
+
+    def single(self) -> Job:
+        """Compose the command line as one run; values for a sweep are refused."""
+        for override in self._parsed:
+            if override.is_sweep_override():
+                raise UserError(
+                    f"{override.input_line} has several values: add -m to run a grid, or quote them"
+                )
+        return self._compose(self._written)
+
+    def jobs(self) -> tuple[bool, list[Job]]:
+        """Return whether the command line asks for a grid, and its cells.
+
+        A sweeper that chooses its own values (Optuna) has no cells yet: the list then holds what they share.
+        """
+        from hydra.types import RunMode
+
+        if not self._multirun and not self._asks_for_grid():
+            return False, [self.single()]
+        master = self._guarded(self._written, RunMode.MULTIRUN).config
+        return True, [self._compose(cell) for cell in self._cells(master)]
+
+    def _asks_for_grid(self) -> bool:
+        from hydra.types import RunMode
+
+        job = self._guarded(self._written, RunMode.MULTIRUN)
+        return job.config.hydra.mode == RunMode.MULTIRUN
+
+    def _cells(self, master: DictConfig) -> list[list[str]]:
+        from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+        hydra_node = master.hydra
+        shared = list(hydra_node.overrides.hydra)
+        written = list(hydra_node.overrides.task)
+        plain = hydra_node.sweeper["_target_"].endswith(f".{BasicSweeper.__name__}")
+        if not plain:
+            fixed = [item.input_line for item in commandline.parse(written) if not item.is_sweep_override()]
+            return [shared + fixed]
+        parameters = [f"{key}={value}" for key, value in (hydra_node.sweeper.get("params") or {}).items()]
+        batches = BasicSweeper.split_arguments(self._with_loader([*parameters, *written]), None)
+        return [shared + cell for cell in batches[0]]
+
+    def _with_loader(self, written: Sequence[str]) -> list[Override]:
+        """Parse with the loader at hand, which `glob(*)` needs to find its choices."""
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+
+        commandline.parse(written)
+        return OverridesParser.create(config_loader=self._loader).parse_overrides(list(written))
+
+    def _compose(self, written: Sequence[str]) -> Job:
+        from hydra.types import RunMode
+
+        return self._guarded(written, RunMode.RUN)
+
+    def _guarded(self, written: Sequence[str], mode: Any) -> Job:
+        from hydra.types import RunMode
+
+        with advice.given(self.options):
+            config = self._loader.load_configuration(
+                config_name=self._name,
+                overrides=list(written),
+                run_mode=mode,
+                from_shell=True,
+                validate_sweep_overrides=mode == RunMode.RUN,
+            )
+        return Job(config, tuple(written))
+
+    def options(self, group: str) -> list[str]:
+        """Return the choices of a group over the whole search path; none when there is no such group."""
+        from hydra.core.object_type import ObjectType
+
+        return sorted(self._loader.get_group_options(group, ObjectType.CONFIG))
+
+    def _check_choices(self) -> None:
+        for override in self._parsed:
+            group = override.key_or_group
+            options = self.options(group) if not override.is_delete() and "." not in group else []
+            if options and not override.is_hydra_override():
+                advice.check_choice(group, override, options)
+
+
+@contextmanager
+def opened(args: argparse.Namespace) -> Iterator[Composer]:
+    """Open Hydra on the configuration folder and the user's own ones; close it again on exit."""
+    from hydra import version
+    from hydra._internal.hydra import Hydra
+    from hydra._internal.utils import create_config_search_path
+    from hydra.core.config_search_path import SearchPathQuery
+    from hydra.core.global_hydra import GlobalHydra
+
+    version.setbase(VERSION_BASE)
+    search_path = create_config_search_path(str(args.config_path or conf_dir()))
+    if args.config_dir is not None:
+        folder = f"file://{Path(args.config_dir).resolve()}"
+        search_path.prepend(provider="command-line", path=folder, anchor=SearchPathQuery(provider="schema"))
+    GlobalHydra.instance().clear()
+    try:
+        yield Composer(Hydra.create_main_hydra2(task_name="kvexp", config_search_path=search_path), args)
+    finally:
+        GlobalHydra.instance().clear()

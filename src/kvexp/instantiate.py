@@ -1,0 +1,70 @@
+"""The one place where configuration becomes objects.
+
+A method or task is a dataclass named by `_target_`: its fields are its knobs and its annotations their types,
+so that no second schema has to be kept. A trainer is whatever its `_target_` says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from kvexp import check
+from kvexp.errors import UserError
+
+
+def build(group: str, choice: str, node: Mapping[str, Any]) -> Any:
+    """Return the dataclass instance that `node` describes.
+
+    Args:
+        group: "method" or "task".
+        choice: the name of the YAML file in that group, for the sentences.
+        node: plain values, `_target_` among them.
+
+    Raises:
+        UserError: unknown knob, wrong type, wrong choice, value out of range, or no usable `_target_`.
+    """
+    owner = f"{group} {choice}"
+    cls = _dataclass(group, choice, node.get("_target_"))
+    values = {key: value for key, value in node.items() if key != "_target_"}
+    return cls(**check.fields(cls, values, group, owner))
+
+
+def trainer(node: Mapping[str, Any], **extra: Any) -> Any:
+    """Return the `lightning.Trainer` of a trainer configuration; `extra` are arguments set in code.
+
+    Raises:
+        UserError: Lightning refuses an argument; the sentence is Lightning's.
+    """
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    try:
+        return instantiate(dict(node), **extra, _convert_="all")
+    except InstantiationException as error:
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise UserError(f"the trainer cannot be made: {reason}") from error
+
+
+def _dataclass(group: str, choice: str, target: Any) -> type:
+    from hydra.utils import get_class
+
+    where = f"conf/{group}/{choice}.yaml"
+    if not isinstance(target, str):
+        raise UserError(f"{where} names no class: it needs a line such as `_target_: package.module.Class`")
+    try:
+        cls = get_class(target)
+    except ImportError as error:
+        raise UserError(f"{where} names {target}, which cannot be imported: {_first_line(error)}") from error
+    except ValueError as error:
+        raise UserError(f"{where} names {target}, which is no class") from error
+    if not dataclasses.is_dataclass(cls):
+        raise UserError(f"{where} names {target}, which is no dataclass: a {group} is one")
+    return cls
+
+
+def _first_line(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,1 @@
+"""Time and bytes, as measured."""

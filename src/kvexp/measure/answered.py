@@ -1,0 +1,47 @@
+"""What the evaluation of one cell leaves for its record, and the check that the method really acted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvexp.budget import Budget
+from kvexp.measure.timing import Stopwatch
+
+
+class NothingHappened(RuntimeError):
+    """A method did not do what it says it does."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Metrics, cache usage and decoded tokens of one evaluated task."""
+
+    metrics: dict[str, Any]
+    cache: dict[str, Any]
+    fidelity: dict[str, Any] | None
+    decoded: int
+    data_sha256: str | None
+
+    def sections(self, watch: Stopwatch) -> dict[str, Any]:
+        """Return the record's sections `metrics`, `cache`, `fidelity` and `timing`."""
+        timing = {
+            "prepare_s": watch.seconds("prepare"),
+            "encode_s": watch.seconds("encode"),
+            "first_token_s": watch.mean("query"),
+            "decode_tokens_per_s": watch.per_second("decode", self.decoded),
+            "total_s": watch.seconds("total"),
+        }
+        return {"metrics": self.metrics, "cache": self.cache, "fidelity": self.fidelity, "timing": timing}
+
+
+def check_counters(method: Any, budget: Budget, cache: dict[str, Any]) -> None:
+    """Raise NothingHappened when a counter that the method declares is zero though the context is over the budget."""
+    if budget.rows is None or cache["context_tokens"] <= budget.rows:
+        return
+    for name in method.expects:
+        if not cache.get(name, 0):
+            raise NothingHappened(
+                f"{method.id} declares that it counts '{name}' when the context ({cache['context_tokens']} tokens) "
+                f"exceeds the budget ({budget}), but nothing was counted: the method was bypassed"
+            )

@@ -1,0 +1,89 @@
+"""What every method is: a frozen dataclass whose fields are its knobs, with three verbs that have defaults.
+
+`prepare` learns something from calibration, `encode` turns a context into a cache, `attach` switches the model
+over. `full` overrides none of them. A method's module imports torch only inside its verbs, so that its knobs are
+checked before anything heavy loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvexp.budget import Budget
+    from kvexp.cache.kv_cache import KVCache
+    from kvexp.prompt import Context
+
+
+class Memory(Protocol):
+    """What `prepare` leaves behind and `encode` uses; saved as safetensors and a manifest."""
+
+    manifest: dict[str, Any]
+
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        ...
+
+
+class Calibration(Protocol):
+    """What `prepare` is given: the text to learn from, and a runner that shows progress and knows its rank."""
+
+    context: Context
+    traces: Sequence[Sequence[int]]  # token ids of each trace, as they follow the context
+    folder: Path  # where this rank writes samples that do not fit in memory
+    seed: int
+
+    def run(self, step: Callable[[list[Any]], None], items: Sequence[Any], what: str) -> None:
+        """Call `step` once for each batch of this rank's items, without gradients."""
+        ...
+
+    def shards(self) -> list[Path]:
+        """Wait for all ranks and return the folders they wrote to, in rank order; only rank 0 returns."""
+        ...
+
+    def track(self, items: Iterable[Any], what: str, total: int | None = None) -> Iterable[Any]:
+        """Iterate with a progress bar that shows rate and time left."""
+        ...
+
+
+@dataclass(frozen=True)
+class Method:
+    """Base of all methods; as it stands it is attention to the whole context."""
+
+    id: ClassVar[str]  # the name of the method and of its YAML file
+    family: ClassVar[str]
+    paper: ClassVar[str] = ""
+    needs_shared_context: ClassVar[bool] = False  # serves only tasks with one context for all queries
+    needs_calibration: ClassVar[bool] = False
+    expects: ClassVar[tuple[str, ...]] = ()  # counters that must be above zero when the context exceeds the budget
+    taps: ClassVar[bool] = False  # whether its layers read pre-RoPE queries
+
+    def prepare(self, model: Any, calibration: Calibration, budget: Budget) -> Any:
+        """Learn from calibration; return a Memory, or None when there is nothing to learn."""
+        return None
+
+    def encode(
+        self, model: Any, context: Context | Sequence[int], memory: Any = None, budget: Budget | None = None
+    ) -> KVCache:
+        """Return a cache that stands for `context`; once per context, queries then `fork` it."""
+        from kvexp.cache.kv_cache import empty_cache, prefill
+
+        with self.attach(model, memory):
+            return prefill(model, self.select(context, budget), empty_cache(model))
+
+    def select(self, context: Context | Sequence[int], budget: Budget | None) -> Sequence[int]:
+        """Return the token ids that are really encoded (text-level methods choose some)."""
+        return getattr(context, "ids", context)
+
+    @contextmanager
+    def attach(self, model: Any, memory: Any = None) -> Iterator[None]:
+        """Switch `model` to this method inside a `with` block."""
+        from kvexp.attention.attach import attached
+
+        with attached(model, tap=self.taps):
+            yield

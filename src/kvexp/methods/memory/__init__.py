@@ -1,0 +1,1 @@
+"""Methods that replace the prefix by a memory of attention states."""

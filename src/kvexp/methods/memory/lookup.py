@@ -1,0 +1,112 @@
+"""Find the entry of each query and return its attention state, corrected where the memory knows how."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvexp.attention.function import Call
+from kvexp.attention.rope import rotate
+from kvexp.methods.memory.states import LayerMemory
+from kvexp_kernels.lookup.reference import lookup_flat
+from kvexp_kernels.lookup.two_level import TwoLevelIndex
+
+MAX_SHIFT = 3.0  # largest correction of log Z, in nats: beyond it a linear map extrapolates
+
+
+def key_space(
+    query_pre: torch.Tensor | None,
+    query: torch.Tensor,
+    key: str,
+    model: Any,
+    layer_index: int,
+    unified_position: int,
+) -> torch.Tensor:
+    """Return the queries [B, Hq, T, D] that are compared with keys, for `method.key`."""
+    if key == "rope_actual":
+        return query
+    assert query_pre is not None
+    if key == "rope_unified":
+        length = query_pre.shape[-2]
+        positions = torch.full((length,), unified_position, device=query_pre.device)
+        return rotate(model, query_pre, positions, layer_index)
+    return query_pre
+
+
+class LayerLookup:
+    """Lookups in one layer's memory: flat, or two-level over contiguous cells of keys."""
+
+    def __init__(self, memory: LayerMemory, model: Any, layer_index: int, method: Any, counters: dict[str, int]):
+        self.memory, self.model, self.layer_index, self.method = memory, model, layer_index, method
+        self.counters = counters
+        self.entries = memory.keys.shape[1]
+        self.index: list[TwoLevelIndex] | None = None
+        if method.lookup == "two_level":
+            cells = method.cells or (64 if self.entries <= 4096 else 128)
+            keys = memory.keys.float() * (1 if memory.key_scale is None else memory.key_scale[..., None])
+            self.index = [TwoLevelIndex.build(k, min(cells, len(k)), seed=0) for k in keys]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that lookups read."""
+        return self.memory.used()
+
+    def key_queries(self, call: Call, positions: torch.Tensor) -> torch.Tensor:
+        """Return the queries in the space of the keys, before whitening."""
+        m = self.method
+        return key_space(call.query_pre, call.query, m.key, self.model, self.layer_index, m.unified_position)
+
+    def nearest(self, x: torch.Tensor) -> torch.Tensor:
+        """Return entry numbers [C, n] for samples x [C, n, h*D]."""
+        memory = self.memory
+        if self.index is None:
+            return lookup_flat(x, memory.keys, memory.key_scale)[0]
+        found, scored = zip(
+            *(index.search(part, self.method.probe) for index, part in zip(self.index, x, strict=True)),
+            strict=True,
+        )
+        self._count("keys_scored", sum(scored))
+        self._count("keys_held", x.shape[0] * x.shape[1] * self.entries)
+        nearest = torch.stack(found)
+        if self.method.recall:
+            flat = lookup_flat(x, memory.keys, memory.key_scale)[0]
+            self._count("agreed_with_flat", int((flat == nearest).sum()))
+            self._count("compared_with_flat", nearest.numel())
+        return nearest
+
+    def find(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (a [n, Hq, Dv], log Z [n, Hq]) for key-space queries [n, Hq, D]."""
+        memory, grouping = self.memory, self.memory.grouping
+        query = query.float() if query.dtype != torch.float64 else query
+        if memory.whiten is not None:
+            query = torch.einsum("nhd,hde->nhe", query, memory.whiten)
+        heads = grouping.split(query)  # [C, n', h, D]
+        x = heads.flatten(-2)
+        chosen = self.nearest(x)
+        book = torch.arange(x.shape[0], device=x.device)[:, None]
+        a, s = memory.a[book, chosen], memory.log_z[book, chosen]
+        if memory.a_scale is not None:
+            a = a.float() * memory.a_scale[book, chosen][..., None]
+        if memory.residual is not None or memory.slope is not None:
+            a, s = self._corrected(x, chosen, book, a.to(s.dtype), s)
+        return grouping.join(a), grouping.join(s)
+
+    def _corrected(self, x, chosen, book, a, s):
+        """First-order corrections from the offset of the query to its entry's centroid."""
+        memory = self.memory
+        centroid = memory.keys[book, chosen].to(x.dtype)
+        if memory.key_scale is not None:
+            centroid = centroid * memory.key_scale[book, chosen][..., None]
+        offset = x - centroid * memory.norm[book, chosen][..., None]
+        if memory.slope is not None:
+            shift = (offset.unflatten(-1, s.shape[-1:] + (-1,)) * memory.slope[book, chosen].to(x.dtype)).sum(-1)
+            s = s + shift.clamp(-MAX_SHIFT, MAX_SHIFT)
+        if memory.residual is not None:
+            fix = torch.einsum("cni,cio->cno", offset, memory.residual.to(x.dtype))
+            fix = fix.unflatten(-1, (s.shape[-1], -1))  # [C, n', h, Dv + 1]
+            a = a + fix[..., :-1]
+            s = s + fix[..., -1].clamp(-MAX_SHIFT, MAX_SHIFT)
+        return a, s
+
+    def _count(self, name: str, value: int) -> None:
+        self.counters[name] = self.counters.get(name, 0) + value

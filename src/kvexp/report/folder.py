@@ -1,0 +1,121 @@
+"""The folder of one run, safe against kills and against other starts of the same cell.
+
+config.yaml    resolved configuration
+record.json    the result (`kvexp.report.record`)
+samples.jsonl  one line for each document (`kvexp.report.samples`)
+memory.json    pointer to the calibration artefact in use
+log.txt        what the run said
+old-<n>/       the same files of an earlier run that resume=false set aside
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from kvexp.errors import UserError
+from kvexp.files import Say, file_lock, remove_leftovers, sync_folder, tell, write_atomic
+from kvexp.report.record import dump_record, validate_record
+from kvexp.report.samples import SampleFile
+
+Status = Literal["complete", "partial", "new"]
+
+# The record goes first when files are set aside: a kill in between leaves a partial run, never a result
+# without samples.
+FILES = ("record.json", "samples.jsonl", "memory.json", "config.yaml")
+
+
+class RunFolder:
+    """One run folder. Hold `lock()` around everything that writes; read `status` after the lock is held."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._samples = SampleFile(self.path / "samples.jsonl")
+
+    @contextlib.contextmanager
+    def lock(self, say: Say = tell) -> Iterator[None]:
+        """Keep other starts of this cell out; they wait, after one line that names who holds the folder."""
+        with file_lock(self.path / ".lock", say):
+            remove_leftovers(self.path)
+            yield
+
+    @property
+    def status(self) -> Status:
+        """Return "complete" (there is a result), "partial" (a run was interrupted or failed) or "new".
+
+        A log alone is no run: it is opened before the folder is.
+
+        Raises UserError when record.json cannot be read.
+        """
+        record = self.record()
+        if record is not None and record["status"] == "complete":
+            return "complete"
+        return "partial" if any((self.path / name).exists() for name in FILES) else "new"
+
+    @property
+    def log(self) -> Path:
+        """The path of log.txt."""
+        return self.path / "log.txt"
+
+    def record(self) -> dict[str, Any] | None:
+        """Return the record of a finished or failed run, or None. Raises UserError when it cannot be read."""
+        path = self.path / "record.json"
+        if not path.exists():
+            return None
+        try:
+            record = json.loads(path.read_bytes())
+            validate_record(record)
+        except ValueError as error:
+            raise UserError(
+                f"{path} cannot be read ({error}): start with resume=false, which sets it aside"
+            ) from error
+        return record
+
+    def write_config(self, text: str) -> None:
+        """Write config.yaml."""
+        write_atomic(self.path / "config.yaml", text.encode())
+
+    def write_memory(self, pointer: Mapping[str, Any]) -> None:
+        """Write memory.json."""
+        write_atomic(self.path / "memory.json", (json.dumps(pointer, indent=2) + "\n").encode())
+
+    def write_record(self, record: dict[str, Any]) -> None:
+        """Write record.json. Raises ValueError, which names the key, when the record breaks the schema."""
+        write_atomic(self.path / "record.json", dump_record(record))
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Return the samples on disk in order."""
+        return self._samples.read()
+
+    def resume(self, batches: Sequence[Sequence[str]]) -> int:
+        """Return how many leading batches of sample ids are done; see `SampleFile.resume`."""
+        return self._samples.resume(batches)
+
+    def append(self, batch: Sequence[Mapping[str, Any]]) -> None:
+        """Append the samples of the next planned batch; see `SampleFile.append`."""
+        self._samples.append(batch)
+
+    def set_aside(self) -> Path | None:
+        """Move the files of an earlier run to `old-<n>/` and return that folder; None without such files.
+
+        log.txt is copied there and emptied.
+        """
+        present = [name for name in FILES if (self.path / name).exists()]
+        if not present:
+            return None
+        taken = [int(path.name[4:]) for path in self.path.glob("old-*") if path.name[4:].isdecimal()]
+        aside = self.path / f"old-{max(taken, default=0) + 1}"
+        aside.mkdir()
+        for name in present:
+            os.replace(self.path / name, aside / name)
+        if self.log.exists():  # this run has it open already, and would write on in a file that was moved
+            shutil.copyfile(self.log, aside / self.log.name)
+            os.truncate(self.log, 0)
+        sync_folder(aside)
+        sync_folder(self.path)
+        return aside

@@ -1,0 +1,192 @@
+"""Records put side by side: one row for each method and budget, seeds averaged, differences to `full` paired.
+
+A row over several seeds keeps two errors apart: over items (an item asked under several seeds counts once,
+with its mean) and over seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+from kvexp.report.items import Items, Record, mean_by_item
+from kvexp.report.loggers import flatten
+from kvexp.tasks.metrics import bootstrap, paired_difference
+
+HEADLINES = ("accuracy", "exact_match", "f1", "acc")
+OF_THE_METHOD = ("method", "calibration", "notes", "budget", "seed", "empty_prefix", "fidelity")
+
+
+@dataclass(frozen=True)
+class Row:
+    """The runs of one method and budget that differ by seed alone; `records` are the complete ones."""
+
+    label: str
+    budget: str
+    records: tuple[Record, ...]
+    failed: tuple[Record, ...]
+
+    @property
+    def method(self) -> str:
+        """The method's name, without the knobs that `label` may add."""
+        return (self.records or self.failed)[0]["choices"]["method"]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The rows of one task and model."""
+
+    task: str
+    model: str
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with its standard errors; `se_seeds` is None for one seed, `se_items` where nothing tells it."""
+
+    value: float
+    se_items: float | None
+    se_seeds: float | None
+
+
+@dataclass(frozen=True)
+class Paired:
+    """A row minus `full` on the same items.
+
+    `low` and `high` bound the 95 % bootstrap interval over items. `wins` and `losses` count the items on
+    which the row scores above or below `full`, and `p` is the exact two-sided probability of such a split by
+    chance: McNemar's, for scores that are right or wrong.
+    """
+
+    row: Row
+    metric: str
+    items: int
+    difference: Estimate
+    low: float
+    high: float
+    wins: int
+    losses: int
+    p: float
+
+
+def grids(records: Iterable[Record]) -> list[Grid]:
+    """Return one grid for each task and model, rows in the order in which they first appear."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        choices = record["choices"]
+        groups.setdefault((choices["task"], choices["model"]), []).append(record)
+    return [Grid(task, model, tuple(_rows(group))) for (task, model), group in groups.items()]
+
+
+def headlines(grid: Grid) -> list[str]:
+    """Return the metrics to show: the first known one (or the first there is), with its calibrated twin."""
+    records = [record for row in grid.rows for record in row.records]
+    names = list(dict.fromkeys(name for record in records for name in record["metrics"]))
+    main = next((name for name in HEADLINES if name in names), names[0] if names else "accuracy")
+    return [name for name in (main, f"{main}_calibrated") if name in names or name == main]
+
+
+def estimate(row: Row, metric: str, items: Items) -> Estimate | None:
+    """Return the mean of `metric` over the row's seeds, or None when no complete run has it."""
+    having = [record for record in row.records if metric in record["metrics"]]
+    if not having:
+        return None
+    values = [record["metrics"][metric]["value"] for record in having]
+    errors = [record["metrics"][metric]["stderr"] for record in having]
+    if len(having) == 1:
+        return Estimate(values[0], errors[0], None)
+    over_items = [items.values(record, metric) for record in having]
+    if all(over_items):
+        spread: float | None = bootstrap(list(mean_by_item(over_items).values())).stderr
+    else:  # without samples: the error if every seed asked the same items, the largest that it can be
+        spread = None if None in errors else statistics.fmean(errors)
+    return Estimate(statistics.fmean(values), spread, _se(values))
+
+
+def paired(grid: Grid, row: Row, metric: str, items: Items) -> Paired | None:
+    """Return `row` minus the `full` row of the same settings, or None when they share no seed with items."""
+    full = next((other for other in grid.rows if _is_reference(other, row)), None)
+    if full is None or row.method == "full":
+        return None
+    references = {record["choices"]["seed"]: record for record in full.records}
+    ours, theirs = [], []
+    for record in row.records:
+        reference = references.get(record["choices"]["seed"])
+        mine = items.values(record, metric)
+        whole = items.values(reference, metric) if reference else {}
+        shared = [item for item in mine if item in whole]
+        if shared:
+            ours.append({item: mine[item] for item in shared})
+            theirs.append({item: whole[item] for item in shared})
+    if not ours:
+        return None
+    gap = paired_difference(list(mean_by_item(ours).values()), list(mean_by_item(theirs).values()))
+    means = [
+        statistics.fmean(a.values()) - statistics.fmean(b.values()) for a, b in zip(ours, theirs, strict=True)
+    ]
+    se_seeds = _se(means) if len(means) > 1 else None
+    difference = Estimate(statistics.fmean(means), gap.stderr, se_seeds)
+    return Paired(row, metric, gap.n, difference, gap.low, gap.high, gap.wins, gap.losses, gap.p)
+
+
+def _rows(records: Sequence[Record]) -> list[Row]:
+    settings = [_settings(record) for record in records]
+    groups: dict[str, list[tuple[Record, str]]] = {}
+    for record, chosen in zip(records, settings, strict=True):
+        peers = [other for other in settings if other["method"] == chosen["method"]]
+        varied = _varied(chosen, peers)
+        identity = json.dumps([chosen["method"], chosen["budget"], varied], default=str)
+        words = [name if value is True else f"{name}={value}" for name, value in varied.items()]
+        groups.setdefault(identity, []).append((record, " ".join([chosen["method"], *words])))
+    return [row for group in groups.values() for row in _split(group)]
+
+
+def _varied(chosen: Mapping[str, Any], peers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings that tell runs of one method apart, besides budget and seed, under short names.
+
+    Those that are off (null, false) are left out: the other run says that it has them on.
+    """
+    keys = dict.fromkeys(key for peer in peers for key in peer if key not in ("budget", "seed"))
+    differing = [key for key in keys if len({json.dumps(peer.get(key), default=str) for peer in peers}) > 1]
+    short = Counter(key.rpartition(".")[2] for key in differing)
+    names = {key: name if short[name := key.rpartition(".")[2]] == 1 else key for key in differing}
+    return {names[key]: chosen[key] for key in differing if chosen.get(key) not in (None, False)}
+
+
+def _split(group: Sequence[tuple[Record, str]]) -> list[Row]:
+    """Return one row, or one for each run when a seed stands twice: that average is not over seeds."""
+    seeds = Counter(record["choices"]["seed"] for record, _ in group)
+    if max(seeds.values()) > 1:
+        return [_row([record], f"{label} #{record['cell']}") for record, label in group]
+    return [_row([record for record, _ in group], group[0][1])]
+
+
+def _row(records: Sequence[Record], label: str) -> Row:
+    complete = tuple(record for record in records if record["status"] == "complete")
+    failed = tuple(record for record in records if record["status"] != "complete")
+    return Row(label, str(records[0]["choices"]["budget"]), complete, failed)
+
+
+def _settings(record: Record) -> dict[str, Any]:
+    """Return the names of the choices that matter to a result, and every knob that the record tells, flat."""
+    names = {key: record["choices"][key] for key in ("model", "method", "task", "budget", "seed")}
+    return {**flatten(record.get("identity") or {}), **names}
+
+
+def _is_reference(other: Row, row: Row) -> bool:
+    """Whether `other` is `full` with its context, and has all settings of `row` but the method's."""
+    if other.method != "full" or not other.records or not row.records:
+        return False
+    theirs, ours = (_settings(candidate.records[0]) for candidate in (other, row))
+    shared = [key for key in {**theirs, **ours} if key.split(".")[0] not in OF_THE_METHOD]
+    return not theirs.get("empty_prefix") and all(theirs.get(key) == ours.get(key) for key in shared)
+
+
+def _se(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / sqrt(len(values))

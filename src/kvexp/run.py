@@ -1,0 +1,187 @@
+"""One run is one straight pipe: load model and task, prepare, encode, query, measure, record."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import yaml
+
+from kvexp import instantiate, model
+from kvexp.attention.options import Options, set_options
+from kvexp.budget import Budget
+from kvexp.calibration.prepare import draw_traces, prepare
+from kvexp.measure.answered import Answered, check_counters
+from kvexp.measure.decay import prefix_decay
+from kvexp.measure.timing import Stopwatch
+from kvexp.measure.usage import cache_usage
+from kvexp.methods.baseline.full import Full
+from kvexp.progress import track
+from kvexp.prompt import Context
+from kvexp.report import provenance
+from kvexp.report.folder import RunFolder
+from kvexp.report.loggers import Job, global_rank, make_logger
+from kvexp.report.record import build_record, read_records
+from kvexp.report.table import print_table
+from kvexp.schema import Settings
+from kvexp.tasks.adapter import KVLM, NOTHING
+from kvexp.tasks.base import TaskSet
+from kvexp.tasks.evaluate import LabelEvaluation
+from kvexp.tasks.scores import fidelity_summary, label_metrics
+from kvexp.tasks.session import Session
+from kvexp.tasks.stock import evaluate_stock
+
+log = logging.getLogger(__name__)
+DECAY_TOKENS, DECAY_QUERIES = 32, 32
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """Run one cell and return its record; a complete cell is reported as done, an interrupted one goes on."""
+    folder = RunFolder(settings.run_dir)
+    with folder.lock() if global_rank() == 0 else nullcontext():
+        if settings.resume and folder.status == "complete":
+            log.info("this cell is complete: %s (resume=false runs it anew)", folder.path)
+            return folder.record() or {}
+        if not settings.resume:
+            folder.set_aside()
+        return _recorded(settings, folder)
+
+
+def _recorded(settings: Settings, folder: RunFolder) -> dict[str, Any]:
+    """Run the cell between the start and the end of its record and its logger."""
+    folder.write_config(yaml.safe_dump(settings.config, sort_keys=False))
+    started = {**provenance.start_provenance(), "command": settings.command}
+    choices = {**settings.choices, "budget": settings.budget.rows or "full", "seed": settings.seed}
+    knobs = {"project": settings.logger.project, "entity": settings.logger.entity, "mode": settings.logger.mode}
+    logger = make_logger(settings.logger.name, **knobs)
+    logger.start(Job(settings.cell, folder.path, settings.output_dir, choices, settings.config))
+    parts: dict[str, Any] = {"provenance": started}
+    try:
+        _pipe(settings, folder, parts)
+        record = build_record(cell=settings.cell, choices=choices, **parts)
+    except BaseException as error:
+        reason = str(error) or type(error).__name__
+        if isinstance(error, Exception):
+            folder.write_record(build_record(cell=settings.cell, choices=choices, error=reason, **parts))
+        logger.finish("failed", reason)
+        raise
+    folder.write_record(record)
+    logger.metrics(record)
+    logger.samples(folder.samples())
+    logger.finish("complete")
+    return record
+
+
+def _pipe(settings: Settings, folder: RunFolder, parts: dict[str, Any]) -> None:
+    """The stages of a run; each leaves what it measured in `parts`, the sections of the record."""
+    watch = Stopwatch(str(model.pick_device(settings.model.device)))
+    with watch("total"):
+        loaded = model.load(settings.model, needs_full_layer=settings.method.needs_calibration)
+        set_options(loaded.model, Options(settings.model.attention, settings.model.prefill_chunk))
+        if settings.task.kind == "lm_eval":
+            answered = _stock_task(settings, loaded, folder, watch)
+        else:
+            answered = _label_task(settings, loaded, folder, watch)
+    parts |= answered.sections(watch)
+    parts["provenance"] = provenance.finish_provenance(
+        parts["provenance"],
+        device=str(loaded.device),
+        threads=torch.get_num_threads(),
+        model_sha256=loaded.sha256,
+        data_sha256=answered.data_sha256,
+    )
+    check_counters(settings.method, settings.budget, parts["cache"])
+
+
+def _label_task(settings: Settings, loaded: Any, folder: RunFolder, watch: Stopwatch) -> Answered:
+    """Prepare, encode, query and measure a task with labels."""
+    task = settings.task.load(
+        loaded.tokenizer,
+        seed=settings.seed,
+        split=settings.split,
+        limit=settings.limit,
+        data_dir=settings.data_dir,
+    )
+    context = Context(task.context.header, ()) if settings.calibration.empty_prefix else task.context
+    memory = None
+    if settings.method.needs_calibration:
+        with watch("prepare"):
+            memory = _prepare(settings, loaded, task, context, folder)
+    session = Session(loaded, settings.method, memory, settings.budget, watch)
+    with settings.method.attach(loaded.model, memory):
+        cache = session.context(context)
+        samples, decay = _answer(settings, session, task, context, folder)
+    nominal = settings.budget.rows or max(cache.entries(), default=0)
+    usage = cache_usage(loaded.model, cache, len(context), nominal)
+    if memory is not None:
+        usage |= {name: value for name, value in memory.manifest.items() if name.startswith("cost_")}
+    fidelity = fidelity_summary(samples, decay) if settings.fidelity else None
+    return Answered(label_metrics(samples), usage, fidelity, session.decoded, task.data_sha256)
+
+
+def _stock_task(settings: Settings, loaded: Any, folder: RunFolder, watch: Stopwatch) -> Answered:
+    """Let lm-eval run one of its own tasks over our adapter."""
+    session = Session(loaded, settings.method, None, settings.budget, watch)
+    with settings.method.attach(loaded.model):
+        metrics, samples, digest = evaluate_stock(
+            settings.task, KVLM(session, settings.batch_size), settings.limit, settings.seed
+        )
+    folder.resume([[sample["id"] for sample in samples]])
+    folder.append(samples)
+    usage = cache_usage(loaded.model, session.context(NOTHING), 0, 0)
+    return Answered(metrics, usage, None, session.decoded, digest)
+
+
+def _prepare(settings: Settings, loaded: Any, task: TaskSet, context: Context, folder: RunFolder) -> Any:
+    """Load or build the memory, and leave a pointer to it in the run folder."""
+    source = task
+    if settings.calibration_task is not None:
+        source = settings.calibration_task.load(
+            loaded.tokenizer, seed=settings.seed, split="test", data_dir=settings.data_dir
+        )
+    traces = draw_traces(settings.calibration, source, loaded, context, settings.seed)
+    memory, where, built = prepare(
+        settings.method,
+        loaded,
+        context,
+        traces,
+        settings.budget,
+        settings.seed,
+        settings.store_dir,
+        settings.calibration.batch_size,
+        functools.partial(instantiate.trainer, settings.trainer),
+    )
+    folder.write_memory({"folder": str(where), "built": built, "manifest": memory.manifest})
+    return memory
+
+
+def _answer(
+    settings: Settings, session: Session, task: TaskSet, context: Context, folder: RunFolder
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """Score every document that is not on disk yet, a batch at a time; return all samples, and the decay."""
+    size, documents = settings.batch_size, task.documents
+    adapter = KVLM(session, size)
+    reference = None
+    if settings.fidelity:
+        reference = KVLM(Session(session.loaded, Full(), None, Budget(None)), size)
+    evaluation = LabelEvaluation(adapter, task, context, settings.seed, reference)
+    batches = [documents[at : at + size] for at in range(0, len(documents), size)]
+    done = folder.resume([[document.id for document in batch] for batch in batches])
+    if done < len(batches):
+        evaluation.measure_bias(size)
+    for batch in track(batches[done:], f"{settings.choices['task']} {settings.choices['method']}", unit="batches"):
+        folder.append(evaluation.score(batch))
+    decay = None
+    if reference is not None and settings.method.family == "memory":
+        probes = evaluation.instances(documents[: min(size, DECAY_QUERIES)])
+        decay = prefix_decay(reference.batch(probes), adapter.batch(probes), DECAY_TOKENS)
+    return folder.samples(), decay
+
+
+def finish_grid(cells: Sequence[Settings]) -> None:
+    """Print one table of all cells of a grid, with paired differences to `full` where it is among them."""
+    print_table([record for cell in cells for record in read_records(cell.run_dir)])

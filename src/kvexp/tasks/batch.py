@@ -1,0 +1,89 @@
+"""Queries that run together on one encoded context: score what follows, or continue.
+
+The context's cache is forked, never changed. Queries are padded on the left; pads lie between context and query,
+are masked, and move no position. After the first forward the batch can be extended again and again from where it
+stands, each time on a fork of its own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvexp.cache.dense import Observer
+from kvexp.cache.kv_cache import KVCache
+
+
+class QueryBatch:
+    """B queries behind `context`; needs an attached model.
+
+    logits [B, V] float32: the distribution of the token after each query.
+    """
+
+    def __init__(self, model: Any, context: KVCache, queries: Sequence[Sequence[int]]) -> None:
+        self.model, self.queries = model, queries
+        device = model.get_input_embeddings().weight.device
+        width, seen = max(len(q) for q in queries), context.seen
+        ids = torch.zeros(len(queries), width, dtype=torch.long, device=device)
+        real = torch.zeros_like(ids, dtype=torch.bool)
+        for row, query in enumerate(queries):
+            ids[row, width - len(query) :] = torch.tensor(list(query), device=device)
+            real[row, width - len(query) :] = True
+        self.columns = torch.cat([real.new_ones(len(queries), seen), real], dim=1)
+        positions = self.columns.cumsum(1) - 1
+        self.next_position = positions[:, -1:] + 1  # [B, 1]
+        self.cache = context.fork()
+        self.logits = self._forward(self.cache, ids, self.columns, positions[:, seen:], keep=1)[:, -1]
+
+    def _forward(self, cache: KVCache, ids, columns, positions, keep: int) -> torch.Tensor:
+        with torch.no_grad():
+            # generate drops a mask of ones; so do we, since then nothing has to be masked at all
+            mask = None if bool(columns.all()) else columns
+            output = self.model(
+                ids,
+                cache=cache,
+                attention_mask=mask,
+                position_ids=positions.clamp(min=0),
+                logits_to_keep=keep,
+            )
+        return output.logits.float()
+
+    def extend(self, tokens: Sequence[Sequence[int]], observer: Observer | None = None) -> torch.Tensor:
+        """Return logits [B, n, V] after each of n more tokens per query (shorter rows: padded, ignore the rest).
+
+        The batch itself stays where it was. `observer` sees the states of every full-attention layer.
+        """
+        device = self.columns.device
+        width = max(len(row) for row in tokens)
+        ids = torch.zeros(len(tokens), width, dtype=torch.long, device=device)
+        real = torch.zeros_like(ids, dtype=torch.bool)
+        for row, some in enumerate(tokens):
+            ids[row, : len(some)] = torch.tensor(list(some), dtype=torch.long, device=device)
+            real[row, : len(some)] = True
+        columns = torch.cat([self.columns, real], dim=1)
+        positions = self.next_position + torch.arange(width, device=device)
+        cache = self.cache.fork()
+        cache.observe(observer)
+        return self._forward(cache, ids, columns, positions, keep=width)
+
+    def generate(
+        self, max_new_tokens: int, stopped: Callable[[list[int]], str | None]
+    ) -> tuple[list[list[int]], list[str]]:
+        """Return greedy continuations and why each ended: what `stopped(new ids)` said, or "length"."""
+        count = len(self.queries)
+        made: list[list[int]] = [[] for _ in range(count)]
+        ends: list[str | None] = [None] * count
+        cache, columns, logits = self.cache.fork(), self.columns, self.logits
+        for step in range(max_new_tokens):
+            token = logits.argmax(-1)  # [B]
+            for row, value in enumerate(token.tolist()):
+                if ends[row] is None:
+                    made[row].append(value)
+                    ends[row] = stopped(made[row])
+            if all(ends) or step == max_new_tokens - 1:
+                break
+            columns = torch.cat([columns, columns.new_ones(count, 1)], dim=1)
+            logits = self._forward(cache, token[:, None], columns, self.next_position + step, keep=1)[:, -1]
+        return made, [end or "length" for end in ends]

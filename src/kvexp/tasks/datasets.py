@@ -1,0 +1,108 @@
+"""Rows of the published label sets: from a folder, or from the hub of datasets.
+
+A folder has `<name>/<split>.jsonl.gz`: one JSON object a line with the fields `text` and `label`, for trec
+also `coarse` and `fine`. It may hold fewer rows than were published; nothing is filled in from the hub.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvexp.errors import UserError
+
+PARQUET = "refs/convert/parquet"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the hub keeps a set, and our field for each column; rows with a label in `skip` are left out."""
+
+    hub_id: str
+    config: str | None
+    columns: Mapping[str, str] = field(hash=False)
+    skip: tuple[str, ...] = ()
+
+
+SOURCES = {
+    "banking77": Source("PolyAI/banking77", None, {"text": "text", "label": "label"}),
+    "clinc150": Source("clinc/clinc_oos", "plus", {"text": "text", "intent": "label"}, skip=("oos",)),
+    "trec": Source("CogComp/trec", None, {"text": "text", "coarse_label": "coarse", "fine_label": "fine"}),
+}
+
+
+def load_rows(name: str, split: str, data_dir: str | None = None) -> list[dict[str, str]]:
+    """Return the rows of a set in published order, with the fields that its files have.
+
+    Args:
+        name: banking77, clinc150 or trec.
+        split: train or test.
+        data_dir: the folder; None: the environment variable KVEXP_DATA_DIR, or the hub where that is unset.
+
+    Raises:
+        UserError: the folder lacks the file, or the hub cannot be read.
+    """
+    folder = data_dir or os.environ.get("KVEXP_DATA_DIR")
+    if folder:
+        return _read_file(Path(folder).expanduser() / name / f"{split}.jsonl.gz", folder)
+    return _read_hub(name, split)
+
+
+def _read_file(path: Path, folder: str) -> list[dict[str, str]]:
+    if not path.is_file():
+        raise UserError(
+            f"data_dir={folder} has no {path.parent.name}/{path.name}: "
+            "set data_dir=PATH to a folder that has it"
+        )
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            return [json.loads(line) for line in lines if line.strip()]
+    except (OSError, EOFError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({_first_line(error)}): fetch it again") from error
+
+
+def _read_hub(name: str, split: str) -> list[dict[str, str]]:
+    import datasets
+
+    source = SOURCES[name]
+    try:
+        table = _load_table(datasets, source, split)
+    except Exception as error:
+        raise UserError(
+            f"{source.hub_id} cannot be read from the hub ({_first_line(error)}): "
+            f"set data_dir=PATH to a folder that has {name}/{split}.jsonl.gz"
+        ) from error
+    return list(_rows(table, source))
+
+
+def _load_table(datasets: Any, source: Source, split: str) -> Any:
+    """Load a split; a set that is published as a script is read from the hub's own conversion of it."""
+    try:
+        return datasets.load_dataset(source.hub_id, source.config, split=split)
+    except RuntimeError as error:
+        if "script" not in str(error):
+            raise
+    return datasets.load_dataset(source.hub_id, split=split, revision=PARQUET)
+
+
+def _rows(table: Any, source: Source) -> Iterable[dict[str, str]]:
+    names: dict[str, Any] = {
+        column: getattr(table.features[column], "names", None) for column in source.columns
+    }
+    for record in table:
+        row = {
+            ours: names[column][record[column]] if names[column] else str(record[column])
+            for column, ours in source.columns.items()
+        }
+        row.setdefault("label", row.get("fine", ""))
+        if row["label"] not in source.skip:
+            yield row
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,44 @@
+"""From samples to metrics: every figure with its bootstrap standard error over documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvexp.tasks import metrics
+
+LOWER_IS_BETTER = ("kl",)
+FIDELITY = ("kl", "top1_agreement")
+
+
+def label_metrics(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return accuracies (raw, calibrated, free) and macro-F1 (raw, calibrated) of a label task's samples."""
+    names = [name for name in samples[0]["scores"] if name not in FIDELITY]
+    found: dict[str, Any] = {
+        name: metrics.mean([sample["scores"][name] for sample in samples], name not in LOWER_IS_BETTER)
+        for name in names
+    }
+    expected = [sample["expected"] for sample in samples]
+    found["macro_f1"] = metrics.macro_f1(expected, [sample["answer"] for sample in samples])
+    found["macro_f1_calibrated"] = metrics.macro_f1(expected, [sample["answer_calibrated"] for sample in samples])
+    return found
+
+
+def fidelity_summary(samples: Sequence[dict[str, Any]], decay: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the `fidelity` section: KL to full attention (mean, median, errors) and top-1 agreement."""
+    kl = [sample["scores"]["kl"] for sample in samples]
+    agreement = [sample["scores"]["top1_agreement"] for sample in samples]
+    mean, middle = metrics.mean(kl, False), metrics.median(kl, False)
+    agrees = metrics.mean(agreement, True)
+    summary: dict[str, Any] = {
+        "kl": mean["value"],
+        "kl_stderr": mean["stderr"],
+        "kl_median": middle["value"],
+        "kl_median_stderr": middle["stderr"],
+        "top1_agreement": agrees["value"],
+        "top1_agreement_stderr": agrees["stderr"],
+        "n": mean["n"],
+    }
+    if decay is not None:
+        summary["by_position"] = decay
+    return summary
