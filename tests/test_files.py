@@ -36,7 +36,7 @@ HOLD = """
     import sys, time
     from pathlib import Path
     from kvexp.files import file_lock
-    with file_lock(Path(sys.argv[1])):
+    with file_lock(Path(sys.argv[1]), lambda _: print("waits", flush=True)):
         print("held", flush=True)
         time.sleep(float(sys.argv[2]))
 """
@@ -148,19 +148,20 @@ def test_a_forked_worker_does_not_keep_the_lock_of_a_killed_run(tmp_path, python
         os.kill(worker, signal.SIGKILL)
 
 
-def test_a_folder_removed_while_waiting_is_made_anew_and_locked(tmp_path, python):
+def test_who_waited_for_a_folder_that_was_removed_waits_for_the_new_one(tmp_path, python):
     path = tmp_path / "cell" / ".lock"
-    holder = python(HOLD, path, 0.5)
+    holder = python(HOLD, path, 60)
     assert holder.stdout.readline() == "held\n"
+    waiter = python(HOLD, path, 0)
+    assert waiter.stdout.readline() == "waits\n"
     path.unlink()
     path.parent.rmdir()
     with files.file_lock(path):
-        assert path.exists()
-        second = python(HOLD, path, 0)
+        holder.kill()
         time.sleep(0.3)
-        assert second.poll() is None
-    assert second.wait(10) == 0
-    assert holder.wait(10) == 0
+        assert waiter.poll() is None
+    assert waiter.stdout.read() == "held\n"
+    assert waiter.wait(10) == 0
 
 
 def test_a_file_system_without_locks_is_told_in_one_sentence(tmp_path, monkeypatch):

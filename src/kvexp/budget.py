@@ -1,7 +1,7 @@
 """The budget: cache rows (or memory entries) per layer and KV head, averaged over heads and layers.
 
 It is written as a number of rows (`4096`), in units of 1,024 rows (`4k`), as a share of the context (`20%`)
-or as `full`, and turned into one integer before anything is hashed, named or loaded; no ratio is ever a float.
+or as `full`, and turned into one integer before anything is hashed, named or loaded. No ratio is a float.
 """
 
 from __future__ import annotations

@@ -48,6 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+def settings_of(words: Sequence[str]) -> list[Settings]:
+    """Return the checked settings of a command line's cells without running them.
+
+    Raises:
+        UserError: the command line is wrong.
+    """
+    _, cells = _plan(commandline.read(commandline.clean(words)))
+    return cells
+
+
 class Runner:
     """The function that Hydra calls once for each cell; it keeps what failed for the end."""
 
@@ -66,8 +76,8 @@ class Runner:
             return None
         try:
             settings = schema.validate(config, cast("DictConfig", HydraConfig.get()))
-            for remark in settings.remarks():
-                log.info(remark)
+            for line in (f"run folder: {settings.run_dir}", *settings.remarks()):
+                log.info(line)
             from kvexp.run import run
 
             return run(settings)
@@ -79,12 +89,17 @@ class Runner:
             return None
 
 
-def _run(args: argparse.Namespace) -> int:
+def _plan(args: argparse.Namespace) -> tuple[bool, list[Settings]]:
     with compose.opened(args) as composer:
         is_grid, jobs = composer.jobs()
         cells = [_check(job, jobs) for job in jobs]
         if is_grid:
             schema.check_grid(cells[0], jobs[0].config.hydra.launcher["_target_"])
+    return is_grid, cells
+
+
+def _run(args: argparse.Namespace) -> int:
+    is_grid, cells = _plan(args)
     runner = Runner(fail_fast=cells[0].fail_fast)
     try:
         _call_hydra(args, runner)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import yaml
@@ -14,6 +13,7 @@ import yaml
 from kvexp import instantiate, model
 from kvexp.attention.options import Options, set_options
 from kvexp.budget import Budget
+from kvexp.cell import identity
 from kvexp.calibration.prepare import draw_traces, prepare
 from kvexp.measure.answered import Answered, check_counters
 from kvexp.measure.decay import prefix_decay
@@ -42,7 +42,9 @@ DECAY_TOKENS, DECAY_QUERIES = 32, 32
 def run(settings: Settings) -> dict[str, Any]:
     """Run one cell and return its record; a complete cell is reported as done, an interrupted one goes on."""
     folder = RunFolder(settings.run_dir)
-    with folder.lock() if global_rank() == 0 else nullcontext():
+    if global_rank() > 0:  # a rank that Lightning started to help with calibration; it ends there
+        _helped(settings)
+    with folder.lock():
         if settings.resume and folder.status == "complete":
             log.info("this cell is complete: %s (resume=false runs it anew)", folder.path)
             return folder.record() or {}
@@ -51,23 +53,31 @@ def run(settings: Settings) -> dict[str, Any]:
         return _recorded(settings, folder)
 
 
+def _helped(settings: Settings) -> NoReturn:
+    """Calibrate this rank's share; `prepare` ends the process. Nothing of the run folder is touched."""
+    loaded, task, context = _loaded(settings)
+    _prepare(settings, loaded, task, context)
+    raise SystemExit(0)
+
+
 def _recorded(settings: Settings, folder: RunFolder) -> dict[str, Any]:
     """Run the cell between the start and the end of its record and its logger."""
     folder.write_config(yaml.safe_dump(settings.config, sort_keys=False))
-    started = {**provenance.start_provenance(), "command": settings.command}
+    started = provenance.start_provenance(settings.command)
     choices = {**settings.choices, "budget": settings.budget.rows or "full", "seed": settings.seed}
     knobs = {"project": settings.logger.project, "entity": settings.logger.entity, "mode": settings.logger.mode}
     logger = make_logger(settings.logger.name, **knobs)
     logger.start(Job(settings.cell, folder.path, settings.output_dir, choices, settings.config))
     parts: dict[str, Any] = {"provenance": started}
+    build = functools.partial(build_record, cell=settings.cell, choices=choices, identity=identity(settings))
     try:
         _pipe(settings, folder, parts)
-        record = build_record(cell=settings.cell, choices=choices, **parts)
+        record = build(**parts)
     except BaseException as error:
         reason = str(error) or type(error).__name__
         if isinstance(error, Exception):
-            folder.write_record(build_record(cell=settings.cell, choices=choices, error=reason, **parts))
-        logger.finish("failed", reason)
+            folder.write_record(build(error=reason, **parts))
+        logger.finish("failed" if isinstance(error, Exception) else "preempted", reason)
         raise
     folder.write_record(record)
     logger.metrics(record)
@@ -80,12 +90,11 @@ def _pipe(settings: Settings, folder: RunFolder, parts: dict[str, Any]) -> None:
     """The stages of a run; each leaves what it measured in `parts`, the sections of the record."""
     watch = Stopwatch(str(model.pick_device(settings.model.device)))
     with watch("total"):
-        loaded = model.load(settings.model, needs_full_layer=settings.method.needs_calibration)
-        set_options(loaded.model, Options(settings.model.attention, settings.model.prefill_chunk))
-        if settings.task.kind == "lm_eval":
+        loaded, task, context = _loaded(settings)
+        if task is None:
             answered = _stock_task(settings, loaded, folder, watch)
         else:
-            answered = _label_task(settings, loaded, folder, watch)
+            answered = _label_task(settings, loaded, task, context, folder, watch)
     parts |= answered.sections(watch)
     parts["provenance"] = provenance.finish_provenance(
         parts["provenance"],
@@ -97,8 +106,12 @@ def _pipe(settings: Settings, folder: RunFolder, parts: dict[str, Any]) -> None:
     check_counters(settings.method, settings.budget, parts["cache"])
 
 
-def _label_task(settings: Settings, loaded: Any, folder: RunFolder, watch: Stopwatch) -> Answered:
-    """Prepare, encode, query and measure a task with labels."""
+def _loaded(settings: Settings) -> tuple[Any, TaskSet | None, Context]:
+    """Return the model, the task's documents (None: lm-eval brings its own), and the context to encode."""
+    loaded = model.load(settings.model, needs_full_layer=settings.method.needs_calibration)
+    set_options(loaded.model, Options(settings.model.attention, settings.model.prefill_chunk))
+    if settings.task.kind == "lm_eval":
+        return loaded, None, NOTHING
     task = settings.task.load(
         loaded.tokenizer,
         seed=settings.seed,
@@ -106,11 +119,20 @@ def _label_task(settings: Settings, loaded: Any, folder: RunFolder, watch: Stopw
         limit=settings.limit,
         data_dir=settings.data_dir,
     )
-    context = Context(task.context.header, ()) if settings.calibration.empty_prefix else task.context
+    bare = settings.calibration.empty_prefix
+    return loaded, task, Context(task.context.header, ()) if bare else task.context
+
+
+def _label_task(
+    settings: Settings, loaded: Any, task: TaskSet, context: Context, folder: RunFolder, watch: Stopwatch
+) -> Answered:
+    """Prepare, encode, query and measure a task with labels."""
+    folder.check_inputs({"model_sha256": loaded.sha256, "data_sha256": task.data_sha256})
     memory = None
     if settings.method.needs_calibration:
         with watch("prepare"):
-            memory = _prepare(settings, loaded, task, context, folder)
+            memory, pointer = _prepare(settings, loaded, task, context)
+        folder.write_memory(pointer)
     session = Session(loaded, settings.method, memory, settings.budget, watch)
     with settings.method.attach(loaded.model, memory):
         cache = session.context(context)
@@ -136,13 +158,16 @@ def _stock_task(settings: Settings, loaded: Any, folder: RunFolder, watch: Stopw
     return Answered(metrics, usage, None, session.decoded, digest)
 
 
-def _prepare(settings: Settings, loaded: Any, task: TaskSet, context: Context, folder: RunFolder) -> Any:
-    """Load or build the memory, and leave a pointer to it in the run folder."""
+def _prepare(
+    settings: Settings, loaded: Any, task: TaskSet | None, context: Context
+) -> tuple[Any, dict[str, Any]]:
+    """Load or build the memory; return it with a pointer to where it lies."""
     source = task
     if settings.calibration_task is not None:
         source = settings.calibration_task.load(
-            loaded.tokenizer, seed=settings.seed, split="test", data_dir=settings.data_dir
+            loaded.tokenizer, seed=settings.seed, data_dir=settings.data_dir
         )
+    assert source is not None
     traces = draw_traces(settings.calibration, source, loaded, context, settings.seed)
     memory, where, built = prepare(
         settings.method,
@@ -155,8 +180,7 @@ def _prepare(settings: Settings, loaded: Any, task: TaskSet, context: Context, f
         settings.calibration.batch_size,
         functools.partial(instantiate.trainer, settings.trainer),
     )
-    folder.write_memory({"folder": str(where), "built": built, "manifest": memory.manifest})
-    return memory
+    return memory, {"folder": str(where), "built": built, "manifest": memory.manifest}
 
 
 def _answer(

@@ -144,6 +144,7 @@ def _settings(
         )
     _check_values(values)
     shared_tokens = getattr(task, "context_tokens", None) if task.shared_context else None
+    budget = Budget.parse(values["budget"], shared_tokens)  # checked also where the method ignores it
     output_dir = Path(values["output_dir"]).expanduser().absolute()
     settings = Settings(
         model=model,
@@ -153,7 +154,7 @@ def _settings(
         task=task,
         calibration_task=_calibration_task(calibration.task),
         trainer=values["trainer"],
-        budget=Budget.parse(values["budget"], shared_tokens),
+        budget=budget if method.uses_budget else Budget(None),
         **{key: values[key] for key in _AS_WRITTEN},
         output_dir=output_dir,
         store_dir=Path(values["store_dir"] or output_dir / "store").expanduser().absolute(),

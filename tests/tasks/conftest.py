@@ -41,6 +41,18 @@ def words() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
+def marking() -> PreTrainedTokenizerFast:
+    """One token a letter; the start of a string and every space are marked, as SentencePiece does."""
+    letters = {chr(i) for i in range(33, 127)} | {"▁", "\n"}
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: i for i, letter in enumerate(sorted(letters))}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+@pytest.fixture(scope="session")
 def embedded() -> PreTrainedTokenizerFast:
     """The tokenizer of the embedded model, where its file has been fetched."""
     path = cache_folder() / SMOLLM2.member.rsplit("/", 1)[-1]

@@ -294,6 +294,17 @@ def test_a_tokenizer_without_the_colours_still_serves():
     assert loaded.max_new_tokens == max(map(len, loaded.label_ids)) + 1
 
 
+def test_a_tokenizer_that_marks_the_start_of_strings(marking):
+    loaded = Intents().load(marking, seed=0)
+    text = marking.decode(loaded.context.ids)
+    assert text.startswith("Classify the query by its intent.\nQuery: ")
+    document = loaded.documents[0]
+    whole = marking.encode(text + document.query + f" {document.expected}\n", add_special_tokens=False)
+    answer = loaded.answer_ids[loaded.labels.index(document.expected)]
+    assert [*loaded.context.ids, *document.query_ids, *answer] == whole
+    assert [*document.expected_ids, loaded.end_id] == list(answer)
+
+
 def test_sizes_with_the_embedded_tokenizer(embedded):
     for seed in range(4):
         loaded = Intents().load(embedded, seed=seed)

@@ -150,6 +150,10 @@ def test_refusals_are_one_sentence(words, banking):
         UserError, match=r"^task\.n_labels=5 is more than there are: set task\.n_labels=4 or less$"
     ):
         Banking77(**SMALL, n_labels=5).load(words, seed=0, data_dir=banking)
+    with pytest.raises(
+        UserError, match=r"^task\.n_test=41 is more than there are: set task\.n_test=40 or less$"
+    ):
+        Banking77(**SMALL, n_test=41).load(words, seed=0, data_dir=banking)
     with pytest.raises(UserError, match="160 train rows of these labels, too few to hold out 250"):
         Banking77().load(words, seed=0, data_dir=banking)
     for knobs in ({"n_labels": 1}, {"n_test": 0}, {"n_validation": 0}):

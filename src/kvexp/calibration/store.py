@@ -12,11 +12,12 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from kvexp.files import file_lock
+from kvexp.logs import rank
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class Store:
         """
         folder = self.root / f"{name}-{fingerprint(facts)}"
         folder.mkdir(parents=True, exist_ok=True)
-        with file_lock(folder / ".lock"):
+        with file_lock(folder / ".lock") if rank() == 0 else nullcontext():  # other ranks help rank 0 to build
             if (folder / "manifest.json").exists():
                 log.info("using the memory in %s", folder)
                 return load(folder, facts), folder, False

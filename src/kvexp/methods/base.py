@@ -60,6 +60,7 @@ class Method:
     paper: ClassVar[str] = ""
     needs_shared_context: ClassVar[bool] = False  # serves only tasks with one context for all queries
     needs_calibration: ClassVar[bool] = False
+    uses_budget: ClassVar[bool] = True  # else every budget is the same cell, `full`
     expects: ClassVar[tuple[str, ...]] = ()  # counters that must be above zero when the context exceeds the budget
     taps: ClassVar[bool] = False  # whether its layers read pre-RoPE queries
 

@@ -80,6 +80,19 @@ class RunFolder:
         """Write config.yaml."""
         write_atomic(self.path / "config.yaml", text.encode())
 
+    def check_inputs(self, hashes: Mapping[str, str]) -> None:
+        """Note the hashes of model and data; raise UserError when an interrupted run had others."""
+        path = self.path / "inputs.json"
+        if path.exists():
+            before = json.loads(path.read_bytes())
+            for name, value in hashes.items():
+                if before.get(name, value) != value:
+                    raise UserError(
+                        f"{name} changed since this run was interrupted ({before[name][:12]} before, {value[:12]} "
+                        "now): start with resume=false, which runs the cell anew"
+                    )
+        write_atomic(path, (json.dumps(dict(hashes), indent=2) + "\n").encode())
+
     def write_memory(self, pointer: Mapping[str, Any]) -> None:
         """Write memory.json."""
         write_atomic(self.path / "memory.json", (json.dumps(pointer, indent=2) + "\n").encode())

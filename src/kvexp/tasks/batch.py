@@ -48,7 +48,7 @@ class QueryBatch:
                 position_ids=positions.clamp(min=0),
                 logits_to_keep=keep,
             )
-        return output.logits.float()
+        return output.logits if output.logits.dtype == torch.float64 else output.logits.float()
 
     def extend(self, tokens: Sequence[Sequence[int]], observer: Observer | None = None) -> torch.Tensor:
         """Return logits [B, n, V] after each of n more tokens per query (shorter rows: padded, ignore the rest).

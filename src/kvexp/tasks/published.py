@@ -53,6 +53,7 @@ class PublishedTask(LabelTask):
         train, test = (self._rows(name, data_dir) for name in ("train", "test"))
         labels = self._labels(train)
         chosen = [row for row in test if row.label in labels]
+        at_most("task.n_test", self.n_test, len(chosen))
         random.Random(f"{self.id}/test").shuffle(chosen)
         pool = _distinct([row for row in train if row.label in labels], without=test)
         random.Random(f"{self.id}/held-out").shuffle(pool)

@@ -14,3 +14,4 @@ class Full(Method):
 
     id: ClassVar[str] = "full"
     family: ClassVar[str] = "baseline"
+    uses_budget: ClassVar[bool] = False

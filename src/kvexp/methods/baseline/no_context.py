@@ -19,6 +19,7 @@ class NoContext(Method):
 
     id: ClassVar[str] = "no_context"
     family: ClassVar[str] = "baseline"
+    uses_budget: ClassVar[bool] = False
 
     def select(self, context: Context | Sequence[int], budget: Budget | None) -> Sequence[int]:
         """Return the header's ids."""

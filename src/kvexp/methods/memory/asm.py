@@ -42,6 +42,7 @@ class ASM(Method):
     whiten: `full` (shrunk, per head) or `diagonal` before clustering and lookup.
     kmeans, iterations, metric, init, backend: clustering; iterations are Lloyd steps or mini-batch passes.
     final: which assignment the final pass aggregates over, `l2` or `cosine` (the lookup's).
+    samples: precision of the collected samples that are spilled to disk (log Z is always float32).
     chunks: parts of the prefix that are encoded on their own; chunk_merge `mean` pools their samples (paper),
     `sum` adds the masses. entries: numbers are kept in the model's dtype or as `int8` with a scale per vector.
     lookup: `flat`, or `two_level` with `cells` first-level cells (null: 64 up to K = 4,096, then 128) of which
@@ -69,6 +70,7 @@ class ASM(Method):
     init: Literal["random", "kmeans++"] = "random"
     backend: Literal["auto", "torch", "faiss"] = "auto"
     final: Literal["l2", "cosine"] = "l2"
+    samples: Literal["float16", "float32"] = "float16"
     chunks: int = 1
     chunk_merge: Literal["mean", "sum"] = "mean"
     residual: bool = False
@@ -109,6 +111,17 @@ class ASM(Method):
         if memory is None:
             raise UserError("asm needs a memory: call method.prepare(model, calibration, budget) first")
         return virtual_cache(self, model, context, memory)
+
+    def update(
+        self, model: Any, memory: StateMemory, calibration: Calibration, context: Context
+    ) -> StateMemory:
+        """Return `memory` with one more chunk of prefix, in one pass of the traces over that chunk alone.
+
+        `calibration.context` is the new chunk behind the header, `context` the whole prefix after the update.
+        """
+        from kvexp.methods.memory.update import update
+
+        return update(self, model, memory, calibration, context)
 
     def stored_knobs(self) -> dict[str, Any]:
         """The knobs that decide what a memory holds (lookups may change without building it again)."""

@@ -48,20 +48,27 @@ def prepare(method: Any, model: Any, calibration: Any, budget: Any) -> StateMemo
         )  # fmt: skip
     caches = encode_chunks(method, model, calibration.context)
     layers = [i for i, layer in enumerate(caches[-1].layers) if layer.window is None]
-    fields = {"q": (q_heads, d), "a": (q_heads, dv), "s": (q_heads,)}
-    if method.slope:
-        fields["slope"] = (q_heads, d)
-    dtype = torch.float64 if model.dtype == torch.float64 else torch.float16
-    store = SampleStore.create(calibration.folder, layers, fields, dtype)
-    calibration.run(Collector(method, model, caches, store), calibration.traces, "collecting states")
-    store.close()
-    store = SampleStore.merge(calibration.shards())
+    store = collected(method, model, caches, calibration)
     memory = StateMemory({}, _window_rows(caches[-1]), {"seen": caches[-1].seen, "trace_tokens": tokens})
     for layer in calibration.track(layers, "clustering layers", len(layers)):
         built = LayerBuilder(method, store, layer, grouping, k, calibration.seed).build()
         memory.layers[layer] = stored(built, model.dtype, method.entries == "int8")
     memory.manifest |= {"entries": k, "context": calibration.context.key, **_costs(memory, budget, k, d, dv)}
     return memory
+
+
+def collected(method: Any, model: Any, caches: list[KVCache], calibration: Any) -> SampleStore:
+    """Run the calibration's traces over encoded chunks; return the samples of all ranks."""
+    q_heads, _, d, dv = dims(model)
+    layers = [i for i, layer in enumerate(caches[-1].layers) if layer.window is None]
+    fields = {"q": (q_heads, d), "a": (q_heads, dv), "s": (q_heads,)}
+    if method.slope:
+        fields["slope"] = (q_heads, d)
+    dtype = torch.float64 if model.dtype == torch.float64 else getattr(torch, method.samples)
+    store = SampleStore.create(calibration.folder, layers, fields, dtype)
+    calibration.run(Collector(method, model, caches, store), calibration.traces, "collecting states")
+    store.close()
+    return SampleStore.merge(calibration.shards())
 
 
 def _window_rows(cache: KVCache) -> dict[int, dict[str, torch.Tensor]]:

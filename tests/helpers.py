@@ -1,0 +1,75 @@
+"""What many tests share: tiny models, prompts, a calibration without Lightning, and a padded forward."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvexp import tiny
+from kvexp.prompt import Context
+
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma3_text",
+    "gpt_oss",
+    "phi3",
+    "deepseek_v3",
+    "glm4_moe_lite",
+)
+"""Model types that the contracts of every method are tested on."""
+
+
+@lru_cache(maxsize=None)
+def model(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A tiny random model, shared by all tests that do not change it."""
+    return tiny.build(family).to(dtype)
+
+
+def tokens(n: int, seed: int = 0) -> tuple[int, ...]:
+    """Random byte tokens."""
+    numbers = random.Random(seed)
+    return tuple(numbers.randrange(tiny.VOCABULARY - 3) for _ in range(n))
+
+
+def context(chunks: int = 6, length: int = 7, header: int = 3, seed: int = 1) -> Context:
+    """A context of a header and equal chunks."""
+    ids = tokens(header + chunks * length, seed)
+    return Context(
+        ids[:header], tuple(ids[header + i * length : header + (i + 1) * length] for i in range(chunks))
+    )
+
+
+QUERIES = [tokens(n, seed=100 + n) for n in (5, 9, 2)]
+
+
+class Calibration:
+    """The protocol of `kvexp.methods.base.Calibration`, run in a plain loop."""
+
+    def __init__(self, context: Context, traces: Sequence[Sequence[int]], folder: Path, seed: int = 0) -> None:
+        self.context, self.traces, self.folder, self.seed = context, list(traces), folder / "rank-000", seed
+        self.batch_size = 2
+
+    def run(self, step: Any, items: Sequence[Any], what: str) -> None:
+        with torch.no_grad():
+            for at in range(0, len(items), self.batch_size):
+                step(list(items[at : at + self.batch_size]))
+
+    def shards(self) -> list[Path]:
+        return [self.folder]
+
+    def track(self, items: Any, what: str, total: int | None = None) -> Any:
+        return items
+
+
+@torch.no_grad()
+def plain_logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
+    """Logits [T, V] of an ordinary forward without any cache of ours."""
+    return model(torch.tensor([list(ids)])).logits[0]

@@ -1,0 +1,246 @@
+"""What every method promises, tested for each YAML in conf/method on tiny models of each family.
+
+`make test` runs every method on three families and every family with one method of each kind; the rest of the
+product is marked slow (`make test-all`). A pair that cannot work stands in REFUSED with its reason, and is tested.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import helpers
+import pytest
+import torch
+import yaml
+from helpers import FAMILIES, QUERIES, Calibration, plain_logits, tokens
+
+from kvexp import instantiate
+from kvexp.attention.attach import attention_modules
+from kvexp.attention.options import Options, set_options
+from kvexp.budget import Budget
+from kvexp.errors import UserError
+from kvexp.methods.base import Method
+from kvexp.methods.memory.states import StateMemory
+from kvexp.tasks.batch import QueryBatch
+
+CONF = Path(__file__).parents[1] / "conf" / "method"
+METHODS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(CONF.glob("*.yaml"))}
+BROAD = ("llama", "qwen3", "gpt_oss")  # families on which every method runs in `make test`
+ONE_OF_EACH_KIND = ("full", "asm")
+REFUSED = {("asm", "mistral"): "no full-attention layer"}
+
+
+def pairs() -> list[Any]:
+    """Every (method, family), the far part of the product marked slow, refused pairs left out."""
+    cases = []
+    for name in METHODS:
+        for family in FAMILIES:
+            if (name, family) in REFUSED:
+                continue
+            near = family in BROAD or name in ONE_OF_EACH_KIND
+            cases.append(pytest.param(name, family, marks=() if near else pytest.mark.slow))
+    return cases
+
+
+each_pair = pytest.mark.parametrize(("name", "family"), pairs())
+
+
+def built(name: str) -> Method:
+    return instantiate.build("method", name, METHODS[name])
+
+
+class Ready:
+    """A method with its memory and encoded context on a tiny model."""
+
+    def __init__(self, method: Method, model: Any, context: Any, folder: Path, budget: Budget, traces: Any) -> None:
+        self.method, self.model, self.context, self.budget = method, model, context, budget
+        self.memory = None
+        if method.needs_calibration:
+            self.memory = method.prepare(model, Calibration(context, traces, folder), budget)
+        self.cache = method.encode(model, context, self.memory, budget)
+
+    def attach(self) -> Any:
+        return self.method.attach(self.model, self.memory)
+
+    def logits(self, queries: Any) -> torch.Tensor:
+        with self.attach():
+            return QueryBatch(self.model, self.cache, queries).logits
+
+
+def exact(name: str, family: str, folder: Path, dtype: torch.dtype = torch.float32) -> Ready:
+    """The method in the setting in which it claims to equal full attention."""
+    method, context = built(name), helpers.context()
+    if name == "no_context":  # exact when there are no demonstrations
+        context = replace(context, chunks=())
+    traces = QUERIES
+    if method.family == "memory":  # exact for queries that the memory holds: every token its own entry
+        method = replace(method, samples="float32")
+    return Ready(method, helpers.model(family, dtype), context, folder, Budget(4096), traces)
+
+
+def tight(name: str, family: str, folder: Path) -> Ready:
+    """The method at a budget that is far below the context."""
+    traces = [tokens(8, seed=s) for s in range(8)]
+    return Ready(built(name), helpers.model(family), helpers.context(), folder, Budget(17), traces)
+
+
+@each_pair
+def test_exact_where_it_says_so(name: str, family: str, tmp_path: Path) -> None:
+    ready = exact(name, family, tmp_path)
+    ours = ready.logits(QUERIES)
+    for row, query in enumerate(QUERIES):
+        full = plain_logits(ready.model, [*ready.context.ids, *query])[-1]
+        torch.testing.assert_close(ours[row], full, atol=1e-4, rtol=0)
+
+
+@each_pair
+def test_in_bfloat16_it_stays_near_full(name: str, family: str, tmp_path: Path) -> None:
+    ready = exact(name, family, tmp_path, torch.bfloat16)
+    full = exact("full", family, tmp_path / "full", torch.bfloat16)
+    full.context = ready.context
+    full.cache = full.method.encode(full.model, full.context)
+    ours, theirs = ready.logits(QUERIES[:1]), full.logits(QUERIES[:1])
+    assert ours.isfinite().all()
+    if not hasattr(ready.model.model.layers[-1].mlp, "experts"):  # a last bit flips a router
+        assert torch.cosine_similarity(ours, theirs).item() > 0.99
+
+
+@each_pair
+def test_attach_leaves_nothing_behind(name: str, family: str, tmp_path: Path) -> None:
+    ready = tight(name, family, tmp_path)
+    model, ids = ready.model, [*ready.context.ids, *QUERIES[0]]
+    before, implementation = plain_logits(model, ids), model.config._attn_implementation
+    ready.logits(QUERIES)
+    assert model.config._attn_implementation == implementation
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not any(hasattr(module, "kvexp") for module in attention_modules(model))
+    assert torch.equal(plain_logits(model, ids), before)
+
+
+@each_pair
+def test_padded_batch_equals_single(name: str, family: str, tmp_path: Path) -> None:
+    ready = tight(name, family, tmp_path)
+    together = ready.logits(QUERIES)
+    for row, query in enumerate(QUERIES):
+        torch.testing.assert_close(together[row], ready.logits([query])[0], atol=1e-4, rtol=0)
+
+
+@each_pair
+def test_chunked_append_equals_one_shot(name: str, family: str, tmp_path: Path) -> None:
+    ready, query = tight(name, family, tmp_path), QUERIES[1]
+    whole = ready.logits([query])[0]
+    with ready.attach():
+        batch = QueryBatch(ready.model, ready.cache, [query[:4]])
+        parts = batch.extend([query[4:]])[0, -1]
+    torch.testing.assert_close(parts, whole, atol=1e-4, rtol=0)
+
+
+@each_pair
+def test_chunked_prefill_equals_one_shot(name: str, family: str, tmp_path: Path) -> None:
+    ready = exact(name, family, tmp_path / "whole")  # k-means would amplify a rounding into another cluster
+    set_options(ready.model, Options(prefill_chunk=5))
+    try:
+        parts = exact(name, family, tmp_path / "parts")
+    finally:
+        set_options(ready.model, Options())
+    torch.testing.assert_close(parts.logits(QUERIES), ready.logits(QUERIES), atol=1e-4, rtol=0)
+
+
+@each_pair
+def test_rows_stay_within_the_budget(name: str, family: str, tmp_path: Path) -> None:
+    ready = tight(name, family, tmp_path)
+    if name != "full":
+        assert all(entries <= ready.budget.rows for entries in ready.cache.entries())
+    assert len({layer.get_seq_length() for layer in ready.cache.layers}) == 1
+
+
+@each_pair
+def test_append_is_causal(name: str, family: str, tmp_path: Path) -> None:
+    ready = tight(name, family, tmp_path)
+    with ready.attach():
+        batch = QueryBatch(ready.model, ready.cache, [QUERIES[0]])
+        one, other = (batch.extend([[7, 8, last]])[0] for last in (9, 200))
+    torch.testing.assert_close(one[:2], other[:2], atol=1e-6, rtol=0)
+    assert not torch.allclose(one[2], other[2], atol=1e-3)
+
+
+@each_pair
+def test_forks_are_isolated(name: str, family: str, tmp_path: Path) -> None:
+    ready = tight(name, family, tmp_path)
+    seen, held = ready.cache.seen, ready.cache.nbytes()
+    first = ready.logits(QUERIES[:1])
+    ready.logits(QUERIES[1:])
+    assert torch.equal(ready.logits(QUERIES[:1]), first)
+    assert (ready.cache.seen, ready.cache.nbytes()) == (seen, held)
+
+
+@each_pair
+def test_generate_equals_a_manual_loop(name: str, family: str, tmp_path: Path) -> None:
+    ready, query, new = tight(name, family, tmp_path), QUERIES[0], 6
+    ids = torch.tensor([[*([0] * ready.cache.seen), *query]])
+    ready.model.generation_config.eos_token_id = None
+    with ready.attach():
+        theirs = ready.model.generate(ids, cache=ready.cache.fork(), max_new_tokens=new, do_sample=False)
+        ours, ends = QueryBatch(ready.model, ready.cache, [query]).generate(new, lambda made: None)
+    assert ours[0] == theirs[0, ids.shape[1] :].tolist()
+    assert ends == ["length"]
+
+
+@each_pair
+def test_two_contexts_in_a_row_do_not_mix(name: str, family: str, tmp_path: Path) -> None:
+    ready = tight(name, family, tmp_path / "first")
+    alone = ready.logits(QUERIES)
+    other = helpers.context(seed=2)
+    traces = [tokens(8, seed=s) for s in range(8)]
+    second = Ready(ready.method, ready.model, other, tmp_path / "second", ready.budget, traces)
+    assert torch.equal(ready.logits(QUERIES), alone)
+    if name != "no_context":
+        assert not torch.allclose(second.logits(QUERIES), alone, atol=1e-3)
+    for counter in ready.method.expects:
+        assert second.cache.counters[counter] > 0
+
+
+@each_pair
+def test_memory_round_trip(name: str, family: str, tmp_path: Path) -> None:
+    ready = tight(name, family, tmp_path)
+    if ready.memory is None:
+        assert not ready.method.needs_calibration
+        return
+    ready.memory.save(tmp_path / "saved")
+    loaded = type(ready.memory).load(tmp_path / "saved", {"context": ready.context.key})
+    cache = ready.method.encode(ready.model, ready.context, loaded, ready.budget)
+    with ready.method.attach(ready.model, loaded):
+        logits = QueryBatch(ready.model, cache, QUERIES).logits
+    assert torch.equal(logits, ready.logits(QUERIES))
+    with pytest.raises(UserError, match="built for context="):
+        type(ready.memory).load(tmp_path / "saved", {"context": "another"})
+
+
+@each_pair
+def test_without_a_kvexp_cache_the_model_refuses(name: str, family: str, tmp_path: Path) -> None:
+    method, model = built(name), helpers.model(family)
+    with method.attach(model), pytest.raises(RuntimeError, match="no kvexp cache"):
+        model(torch.tensor([list(QUERIES[0])]))
+
+
+@pytest.mark.parametrize(("name", "family"), REFUSED)
+def test_refused_pairs(name: str, family: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=REFUSED[name, family]):
+        tight(name, family, tmp_path)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_yaml_holds_every_knob_with_its_default(name: str) -> None:
+    method = built(name)
+    knobs = {field.name: field.default for field in fields(method)}
+    assert {key: value for key, value in METHODS[name].items() if key != "_target_"} == knobs
+    assert method.id == name and method.family
+
+
+def test_memory_type_is_checked_by_its_context(tmp_path: Path) -> None:
+    ready = tight("asm", "llama", tmp_path)
+    assert isinstance(ready.memory, StateMemory)
+    with pytest.raises(UserError, match="built for context="):
+        ready.method.encode(ready.model, helpers.context(seed=9), ready.memory, ready.budget)
