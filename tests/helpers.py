@@ -55,7 +55,7 @@ class Calibration:
 
     def __init__(self, context: Context, traces: Sequence[Sequence[int]], folder: Path, seed: int = 0) -> None:
         self.context, self.traces, self.folder, self.seed = context, list(traces), folder / "rank-000", seed
-        self.batch_size = 2
+        self.batch_size, self.collected = 2, False
 
     def run(self, step: Any, items: Sequence[Any], what: str) -> None:
         with torch.no_grad():

@@ -87,12 +87,14 @@ for words in json.loads(sys.argv[2]):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(words)
-    print(json.dumps({"words": words, "code": code, "out": out.getvalue(), "err": err.getvalue(), "cells": cells,
-                      "grids": grids, "torch": "torch" in sys.modules}))
+    print(json.dumps({"words": words, "code": code, "out": out.getvalue(), "err": err.getvalue(),
+                      "cells": cells, "grids": grids, "torch": "torch" in sys.modules}))
 """
 
 
-def in_one_process(kind: str, lines: list[list[str]], folder: Path, **environment: str) -> list[dict[str, Any]]:
+def in_one_process(
+    kind: str, lines: list[list[str]], folder: Path, **environment: str
+) -> list[dict[str, Any]]:
     """Run command lines in one fresh process and return what became of each."""
     inherited = {key: item for key, item in os.environ.items() if not key.startswith(("KVEXP_", "WANDB_"))}
     done = subprocess.run(
@@ -141,7 +143,10 @@ def test_help_lists_groups_choices_and_keys(tmp_path: Path) -> None:
     (result,) = in_one_process("real", [["--help", "method=truncate"]], tmp_path)
     assert result["code"] == 0 and not result["torch"]
     lines = [" ".join(line.split()) for line in result["out"].splitlines()]
-    assert "* truncate in-context learning at the budget: header and as many whole demonstrations as fit" in lines
+    assert (
+        "* truncate in-context learning at the budget: header and as many whole demonstrations as fit"
+        in lines
+    )
     assert "full attention to the whole context" in lines
     assert any(line.startswith("budget=1024 rows") for line in lines)
     assert any(line.startswith("method.keep=tail ") for line in lines)
@@ -149,8 +154,9 @@ def test_help_lists_groups_choices_and_keys(tmp_path: Path) -> None:
 
 
 def test_hydra_s_own_views_and_the_version_work_without_torch(tmp_path: Path) -> None:
-    lines = [["--info", "defaults"], ["--info", "searchpath"], ["--cfg", "hydra", "--resolve"], ["--hydra-help"]]
-    for result in in_one_process("real", [*lines, ["-sc", "install=bash"], ["--version"]], tmp_path):
+    lines = [["--info", "defaults"], ["--info", "searchpath"], ["--cfg", "hydra", "--resolve"]]
+    lines += [["--hydra-help"], ["-sc", "install=bash"], ["--version"]]
+    for result in in_one_process("real", lines, tmp_path):
         assert result["code"] == 0 and result["err"] == "" and not result["torch"], result
 
 
@@ -160,7 +166,9 @@ def test_completion_knows_the_choices(tmp_path: Path) -> None:
 
 
 def test_a_run_gets_its_settings_and_a_folder(tmp_path: Path) -> None:
-    (result,) = in_one_process("stub", [["method=truncate", "--budget=20%", "_wandb_run=1", "--seed=3"]], tmp_path)
+    (result,) = in_one_process(
+        "stub", [["method=truncate", "--budget=20%", "_wandb_run=1", "--seed=3"]], tmp_path
+    )
     (cell,) = result["cells"]
     assert result["code"] == 0
     assert (cell["method"], cell["budget"], cell["seed"]) == ("truncate", "819", 3)
@@ -192,7 +200,9 @@ def test_data_dir_comes_from_the_environment(tmp_path: Path) -> None:
 
 
 def test_failures_of_single_runs(tmp_path: Path) -> None:
-    crash, refusal = in_one_process("stub", [["method=full", "seed=13"], ["method=full", "seed=14"]], tmp_path)
+    crash, refusal = in_one_process(
+        "stub", [["method=full", "seed=13"], ["method=full", "seed=14"]], tmp_path
+    )
     assert crash["code"] == 1 and "kvexp: RuntimeError: the sky fell\n" in crash["err"]
     assert "Traceback" not in crash["err"]
     log = Path(crash["cells"][0]["run_dir"]) / "log.txt"
@@ -223,7 +233,7 @@ def test_fail_fast_stops_a_grid(tmp_path: Path) -> None:
 
 
 def test_a_good_grid_and_one_from_a_file(tmp_path: Path) -> None:
-    lines = [["-m", "method=full", "budget=512,1k,20%,1024"], ["experiment=intents_grid", "seed=1"]]
+    lines = [["-m", "method=truncate", "budget=512,1k,20%,1024"], ["experiment=intents_grid", "seed=1"]]
     plain, experiment = in_one_process("stub", lines, tmp_path)
     assert [cell["budget"] for cell in plain["cells"]] == ["512", "1024", "819", "1024"]
     assert plain["code"] == 0 and len(plain["grids"][0]) == 3  # 1k and 1024 are one cell

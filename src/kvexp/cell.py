@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CELL_DIGITS = 10
 _ELSEWHERE = ("name", "device", "device_map")  # what a model is called here and where it runs
-_UNSEEN = ("batch_size", "empty_prefix")
+_UNSEEN = ("batch_size", "empty_prefix", "keep_samples")
 
 
 def canonical(value: object) -> str:

@@ -39,7 +39,6 @@ class Composer:
     """Hydra's loader for one command line. Use it through `opened`."""
 
     def __init__(self, hydra: Any, args: argparse.Namespace) -> None:
-        self._hydra = hydra
         self._name = args.config_name or CONFIG_NAME
         self._loader = hydra.config_loader
         self._multirun = bool(args.multirun)
@@ -63,16 +62,10 @@ class Composer:
         """
         from hydra.types import RunMode
 
-        if not self._multirun and not self._asks_for_grid():
-            return False, [self.single()]
         master = self._guarded(self._written, RunMode.MULTIRUN).config
+        if not self._multirun and master.hydra.mode != RunMode.MULTIRUN:
+            return False, [self.single()]
         return True, [self._compose(cell) for cell in self._cells(master)]
-
-    def _asks_for_grid(self) -> bool:
-        from hydra.types import RunMode
-
-        job = self._guarded(self._written, RunMode.MULTIRUN)
-        return job.config.hydra.mode == RunMode.MULTIRUN
 
     def _cells(self, master: DictConfig) -> list[list[str]]:
         from hydra._internal.core_plugins.basic_sweeper import BasicSweeper

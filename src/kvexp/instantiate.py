@@ -26,9 +26,27 @@ def build(group: str, choice: str, node: Mapping[str, Any]) -> Any:
         UserError: unknown knob, wrong type, wrong choice, value out of range, or no usable `_target_`.
     """
     owner = f"{group} {choice}"
-    cls = _dataclass(group, choice, node.get("_target_"))
+    cls = target(group, choice, node)
     values = {key: value for key, value in node.items() if key != "_target_"}
     return cls(**check.fields(cls, values, group, owner))
+
+
+def target(group: str, choice: str, node: Mapping[str, Any]) -> Any:
+    """Return the dataclass that `node` names; a UserError when it names none."""
+    from hydra.utils import get_class
+
+    where, name = f"conf/{group}/{choice}.yaml", node.get("_target_")
+    if not isinstance(name, str):
+        raise UserError(f"{where} names no class: it needs a line such as `_target_: package.module.Class`")
+    try:
+        cls = get_class(name)
+    except ImportError as error:
+        raise UserError(f"{where} names {name}, which cannot be imported: {_first_line(error)}") from error
+    except ValueError as error:
+        raise UserError(f"{where} names {name}, which is no class") from error
+    if not dataclasses.is_dataclass(cls):
+        raise UserError(f"{where} names {name}, which is no dataclass: a {group} is one")
+    return cls
 
 
 def trainer(node: Mapping[str, Any], **extra: Any) -> Any:
@@ -45,23 +63,6 @@ def trainer(node: Mapping[str, Any], **extra: Any) -> Any:
     except InstantiationException as error:
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise UserError(f"the trainer cannot be made: {reason}") from error
-
-
-def _dataclass(group: str, choice: str, target: Any) -> type:
-    from hydra.utils import get_class
-
-    where = f"conf/{group}/{choice}.yaml"
-    if not isinstance(target, str):
-        raise UserError(f"{where} names no class: it needs a line such as `_target_: package.module.Class`")
-    try:
-        cls = get_class(target)
-    except ImportError as error:
-        raise UserError(f"{where} names {target}, which cannot be imported: {_first_line(error)}") from error
-    except ValueError as error:
-        raise UserError(f"{where} names {target}, which is no class") from error
-    if not dataclasses.is_dataclass(cls):
-        raise UserError(f"{where} names {target}, which is no dataclass: a {group} is one")
-    return cls
 
 
 def _first_line(error: BaseException) -> str:

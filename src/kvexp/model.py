@@ -95,6 +95,19 @@ def load(spec: Any, *, needs_full_layer: bool = False) -> LoadedModel:
     return _loaded(spec, model, tokenizer, sha256)
 
 
+_latest: dict[Any, LoadedModel] = {}  # at most one entry
+
+
+def load_once(spec: Any, *, needs_full_layer: bool = False) -> LoadedModel:
+    """Return `load(spec)`, or the model of the latest call when it was the same: a grid loads its model once."""
+    if spec not in _latest:
+        _latest.clear()  # frees the old weights before the new ones come
+        _latest[spec] = load(spec, needs_full_layer=needs_full_layer)
+    elif needs_full_layer:
+        families.require_full_layer(_latest[spec].model.config.get_text_config())
+    return _latest[spec]
+
+
 def pick_device(name: str) -> torch.device:
     """Return the device of this process: `auto` is CUDA where there is one, else the CPU.
 

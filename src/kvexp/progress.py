@@ -43,15 +43,16 @@ def _bar(items: Iterable[T], what: str, total: int | None, unit: str) -> Iterato
 
 def _lines(items: Iterable[T], what: str, total: int | None, unit: str) -> Iterator[T]:
     start = last = time.perf_counter()
-    done = 0
+    done = told = 0
     for done, item in enumerate(items, 1):
         yield item
         now = time.perf_counter()
         if now - last >= LINE_EVERY:
-            last = now
+            last, told = now, done
             _say(what, done, total, now - start, unit)
-    if done and time.perf_counter() - start >= LINE_EVERY:
-        _say(what, done, total, time.perf_counter() - start, unit)
+    spent = time.perf_counter() - start
+    if done > told and spent >= LINE_EVERY:
+        _say(what, done, total, spent, unit)
 
 
 def _say(what: str, done: int, total: int | None, spent: float, unit: str) -> None:

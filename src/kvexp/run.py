@@ -108,7 +108,7 @@ def _pipe(settings: Settings, folder: RunFolder, parts: dict[str, Any]) -> None:
 
 def _loaded(settings: Settings) -> tuple[Any, TaskSet | None, Context]:
     """Return the model, the task's documents (None: lm-eval brings its own), and the context to encode."""
-    loaded = model.load(settings.model, needs_full_layer=settings.method.needs_calibration)
+    loaded = model.load_once(settings.model, needs_full_layer=settings.method.needs_calibration)
     set_options(loaded.model, Options(settings.model.attention, settings.model.prefill_chunk))
     if settings.task.kind == "lm_eval":
         return loaded, None, NOTHING
@@ -179,6 +179,7 @@ def _prepare(
         settings.store_dir,
         settings.calibration.batch_size,
         functools.partial(instantiate.trainer, settings.trainer),
+        settings.calibration.keep_samples,
     )
     return memory, {"folder": str(where), "built": built, "manifest": memory.manifest}
 

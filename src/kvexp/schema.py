@@ -208,10 +208,9 @@ def _calibration_task(name: str | None) -> Task | None:
         raise UserError(advice.no_choice("task", name, names))
     node = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
     _refuse_unusable("calibration.task", name, node)
-    task = instantiate.build("task", name, node)
-    if not task.shared_context:
+    if not instantiate.target("task", name, node).shared_context:
         raise UserError(f"calibration.task={name} has no traces: name a label task, such as intents")
-    return task
+    return cast("Task", instantiate.build("task", name, node))
 
 
 def _data_dir(written: str | None) -> str | None:

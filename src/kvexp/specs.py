@@ -65,6 +65,7 @@ class CalibrationSpec:
     labels: Literal["none", "gold", "wrong", "model"] = "none"
     task: str | None = None
     empty_prefix: bool = False
+    keep_samples: bool = False
     batch_size: int = 32
 
     def __post_init__(self) -> None:

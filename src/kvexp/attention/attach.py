@@ -45,7 +45,7 @@ class Tap:
 def attention_modules(model: nn.Module) -> list[nn.Module]:
     """Return the self-attention modules of the decoder, in layer order."""
     found = {
-        int(module.layer_idx): module  # type: ignore[arg-type]
+        int(module.layer_idx): module
         for name, module in model.named_modules()
         if name.endswith("self_attn") and hasattr(module, "layer_idx")
     }
@@ -59,14 +59,13 @@ def attached(model: Any, tap: bool = False) -> Iterator[None]:
     family = families.of(config)
     register()
     before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
     handles = []
-    if tap:
-        for module in attention_modules(model):
+    try:
+        model.set_attn_implementation(NAME)
+        for module in attention_modules(model) if tap else ():
             reader = Tap(family, config)
             handles.append(module.get_submodule(family.site(config)).register_forward_hook(reader.keep))
             handles.append(module.register_forward_pre_hook(reader.offer, with_kwargs=True))
-    try:
         yield
     finally:
         for handle in handles:

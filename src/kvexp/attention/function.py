@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 NAME = "kvexp"
@@ -35,12 +36,16 @@ class Padding:
             return None
         return self.columns.to(slots.device)[:, slots]
 
+    def pads(self, start: int, end: int) -> int:
+        """Return how many tokens at the slots start, ..., end - 1 are pads, over the whole batch."""
+        if self.columns is None:
+            return 0
+        return int(self._pads_before[end] - self._pads_before[start])
+
     @cached_property
-    def first_pad(self) -> int | None:
-        """The lowest padded slot of any row, or None."""
-        if self.columns is None or bool(self.columns.all()):
-            return None
-        return int((~self.columns).any(0).nonzero()[0])
+    def _pads_before(self) -> torch.Tensor:
+        """Pads before each slot, on the CPU: moved once for all layers, so that none waits for its device."""
+        return F.pad((~self.columns).sum(0).cumsum(0), (1, 0)).cpu()  # type: ignore[operator]
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,13 @@ A query that sees no row has output 0 and lse -inf. Backends: `reference` (plain
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 from torch.nn import functional as F
+
+from kvexp.errors import UserError
 
 BACKENDS = ("auto", "reference", "flash", "flex")
 
@@ -32,7 +37,7 @@ def attend(
         empty = query.new_zeros(batch, heads, length, value.shape[-1])
         return empty, torch.full_like(empty[..., 0], -torch.inf, dtype=_stat_dtype(query))
     if backend == "auto":
-        backend = "flash" if query.device.type == "cpu" else "flex"
+        backend = _fastest(query)
     function = {"reference": _reference, "flash": _flash_cpu, "flex": _flex}[backend]
     output, lse = function(query, key, value, scale, visible, causal)
     if visible is not None:
@@ -57,6 +62,13 @@ def attend_without_lse(
     )
 
 
+def _fastest(query: torch.Tensor) -> str:
+    if query.device.type == "cpu":
+        return "flash"
+    compiled = query.device.type == "cuda" and query.dtype != torch.float64
+    return "flex" if compiled else "reference"
+
+
 def _stat_dtype(query: torch.Tensor) -> torch.dtype:
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
@@ -75,6 +87,8 @@ def _reference(query, key, value, scale, visible, causal):
 
 
 def _flash_cpu(query, key, value, scale, visible, causal):
+    if query.device.type != "cpu":
+        raise UserError(f"the flash backend runs on a CPU, not on {query.device}: use model.attention=auto")
     width = value.shape[-1]
     if width < key.shape[-1]:  # MLA: values are narrower than keys, the kernel wants them equal
         value = F.pad(value, (0, key.shape[-1] - width))
@@ -93,7 +107,7 @@ def _flash_cpu(query, key, value, scale, visible, causal):
 
 
 def _flex(query, key, value, scale, visible, causal):
-    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest
 
     if causal:
         visible = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
@@ -105,8 +119,7 @@ def _flex(query, key, value, scale, visible, causal):
         def modify(score, b, h, t, s):
             return torch.where(dense[b, h, t, s], score, -torch.inf)
 
-    run = torch.compile(flex_attention, dynamic=True) if query.is_cuda else flex_attention
-    output, aux = run(
+    output, aux = _flex_attention(query.is_cuda)(
         query,
         key,
         value,
@@ -116,3 +129,10 @@ def _flex(query, key, value, scale, visible, causal):
         return_aux=AuxRequest(lse=True),
     )
     return output, aux.lse
+
+
+@cache
+def _flex_attention(compiled: bool) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention

@@ -1,4 +1,4 @@
-"""How kvexp's attention runs on one model: settings that a run hands to a loaded model, with defaults for others."""
+"""How kvexp's attention runs on one model: settings that a run hands to a loaded model, or defaults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ATTRIBUTE = "kvexp_options"
 
 @dataclass(frozen=True)
 class Options:
-    """`backend` of attention that returns its log-sum-exp; `prefill_chunk` tokens in one forward of a context."""
+    """`backend` of attention that returns its log-sum-exp; `prefill_chunk` tokens of a context a forward."""
 
     backend: str = "auto"
     prefill_chunk: int = 1024

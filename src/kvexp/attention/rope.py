@@ -21,19 +21,24 @@ def rotate(model: Any, query: torch.Tensor, positions: torch.Tensor, layer_index
         return query
     rotary = model.base_model.rotary_emb
     kind = (config.layer_types[layer_index],) if family.typed_rotary else ()
-    cos, sin = rotary(query.float(), positions.to(query.device)[None], *kind)
+    like = query.new_empty(0, dtype=torch.float32)  # the table takes its device and dtype from here
     scaling = attention_scaling(model, layer_index)
-    cos, sin = cos[0] / scaling, sin[0] / scaling
-    width = 2 * (cos.shape[-1] // 2)
-    halves = cos[..., : width // 2], sin[..., : width // 2]
-    if family.pairing == "adjacent":  # these tables repeat each angle in place
-        halves = cos[..., ::2], sin[..., ::2]
-    still = query.shape[-1] - width
-    first = family.latent  # MLA: the last numbers rotate, elsewhere the first ones
-    fixed, turning = (query[..., :still], query[..., still:]) if first else (query[..., width:], query[..., :width])
+    tables = rotary(like, positions.to(query.device)[None], *kind)
+    cos, sin = (_angles(table[0] / scaling, family.table).to(query.dtype) for table in tables)
+    width = 2 * cos.shape[-1]
     adjacent = family.query_pairing(config) != "halves"
-    turned = _turn(turning, *(x.to(query.dtype) for x in halves), adjacent)
-    return torch.cat([fixed, turned] if first else [turned, fixed], dim=-1)
+    if family.latent:  # the last numbers rotate, elsewhere the first ones
+        still, turning = query[..., :-width], query[..., -width:]
+        return torch.cat([still, _turn(turning, cos, sin, adjacent)], dim=-1)
+    turning, still = query[..., :width], query[..., width:]
+    return torch.cat([_turn(turning, cos, sin, adjacent), still], dim=-1)
+
+
+def _angles(table: torch.Tensor, layout: families.Table) -> torch.Tensor:
+    """Return one number for each angle, [T, R/2], from a table in the model's layout."""
+    if layout == "tiled":
+        return table[..., : table.shape[-1] // 2]
+    return table[..., ::2] if layout == "repeated" else table
 
 
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, adjacent: bool) -> torch.Tensor:

@@ -11,7 +11,7 @@ padding); its *position* is the rotary one (sliding windows). `seen` counts toke
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -28,13 +28,18 @@ class Source(Protocol):
     """Attention states over something that is no longer (or not only) this layer's own rows."""
 
     entries: int
+    batch: int  # sequences that it tells apart; 1 serves any batch
 
-    def state(self, call: Call, layer: DenseLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    def state(self, call: Call, layer: DenseLayer) -> State:
         """Return (a [B, Hq, T, Dv], lse [B, Hq, T]) for the queries of `call`."""
         ...
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors held, for counting bytes."""
+        ...
+
+    def select(self, index: torch.Tensor) -> Source:
+        """Return the source of the sequences `index`, itself where it serves any."""
         ...
 
 
@@ -47,6 +52,8 @@ class DenseLayer(CacheLayerMixin):
 
     is_sliding = False
     observer: Observer | None = None  # sees the states of all sources and of the own rows before the merge
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def __init__(
         self,
@@ -60,6 +67,7 @@ class DenseLayer(CacheLayerMixin):
         self.slots = torch.empty(0, dtype=torch.long)  # [S]
         self.positions = torch.empty(1, 0, dtype=torch.long)  # [1 or B, S]
         self.rows = 0
+        self.start = 0  # no own row has a lower slot; known without asking the device
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -69,10 +77,21 @@ class DenseLayer(CacheLayerMixin):
         self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
         self.is_initialized = True
 
-    def update(self, key_states, value_states, *args, kwargs=None, **_):  # type: ignore[override]
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *args: Any,
+        kwargs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append [B, H, T, D] rows and hand this layer to the attention function; return all own rows."""
         if kwargs is None:
             raise RuntimeError("this model does not pass its keywords to the cache: it is not supported")
+        if kwargs.get("use_cache") is False:
+            raise RuntimeError(
+                "a kvexp cache with use_cache=False would be fed every token again: leave it on"
+            )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         length = key_states.shape[-2]
@@ -92,6 +111,8 @@ class DenseLayer(CacheLayerMixin):
 
     def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Write new rows behind the old ones, in a buffer with room."""
+        if not self.rows:
+            self.start = self.seen
         end = self.rows + key_states.shape[-2]
         fits = self._buffers is not None and (
             self._buffers[0].shape[2] >= end and self._buffers[0].shape[0] == key_states.shape[0]
@@ -116,14 +137,11 @@ class DenseLayer(CacheLayerMixin):
 
     def visible(self, call: Call) -> torch.Tensor | None:
         """Return which rows each query may see, bool [B or 1, 1, T, S]; None when all rows are visible."""
-        window = call.window if call.window is not None else self.window
-        real = call.padding.at(self.slots)
-        if real is not None and bool(real.all()):
-            real = None
+        window = self._window(call)
+        real = call.padding.at(self.slots) if call.padding.pads(self.start, self.seen) else None
         if self.q_slots.numel() == 1 and real is None and window is None:
             return None
-        seen = self.slots[None, :] <= self.q_slots[:, None]  # [T, S]
-        allowed = seen[None]
+        allowed = (self.slots[None, :] <= self.q_slots[:, None])[None]  # [1, T, S]
         if window is not None:  # distances are rotary ones: pads between context and query do not widen them
             distance = self.q_positions[:, :, None] - self.positions[:, None, :]
             allowed = allowed & (distance < window)
@@ -133,18 +151,19 @@ class DenseLayer(CacheLayerMixin):
             allowed = allowed | (self.slots[None, None, :] == self.q_slots[None, :, None])
         return allowed[:, None]
 
+    def _window(self, call: Call) -> int | None:
+        return call.window if call.window is not None else self.window
+
+    def _is_triangle(self, call: Call) -> bool:
+        """Whether query t sees exactly the rows 0, ..., t, so that no mask has to be built."""
+        length = call.query.shape[-2]
+        fits = (self._window(call) or length) >= length
+        return length == self.rows > 1 and fits and not call.padding.pads(self.start, self.seen)
+
     def attend(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (output [B, Hq, T, Dv], lse or None) over the sources and the layer's own rows."""
-        visible = self.visible(call)
-        length = call.query.shape[-2]
-        causal = (
-            visible is not None
-            and length == call.key.shape[-2]
-            and call.padding.first_pad is None
-            and (call.window or self.window or length) >= length
-        )
-        if causal:
-            visible = None
+        causal = self._is_triangle(call)
+        visible = None if causal else self.visible(call)
         if not (self.sources or call.needs_lse):
             return attend_without_lse(call.query, call.key, call.value, call.scale, visible, causal), None
         local = attend(call.query, call.key, call.value, call.scale, visible, causal, self.backend)
@@ -158,14 +177,16 @@ class DenseLayer(CacheLayerMixin):
 
     def after(self, call: Call) -> None:
         """Drop the rows of a sliding layer that no later query can see."""
-        window = call.window if call.window is not None else self.window
+        window = self._window(call)
         if window is None or self.rows < 2 * window:
             return
-        nearest = self.q_positions[:, -1:] + 1 - window  # a later query sees positions above this
-        keep = (self.positions > nearest).any(0)
-        keep[-(window - 1) :] = True
-        first = int(keep.nonzero()[0])
-        self.compact(torch.arange(first, self.rows, device=self.device))
+        farthest = self.q_positions[:, -1:] + 1 - window  # a later query sees positions above this
+        needed = (self.positions > farthest).any(0)
+        needed[self.rows - window + 1 :] = True
+        found = needed.nonzero()
+        first = int(found[0]) if len(found) else self.rows
+        if first:
+            self.compact(torch.arange(first, self.rows, device=self.device))
 
     def compact(self, keep: torch.Tensor) -> None:
         """Keep only the rows `keep` [n], in position order; lengths, slots and positions stay true."""
@@ -177,16 +198,17 @@ class DenseLayer(CacheLayerMixin):
     def fork(self) -> DenseLayer:
         """Return a layer that stands on this one's rows without copying them; both may grow on their own."""
         if self.window is not None or not self.rows:
-            return self._copied()
-        shared = SharedRows(self.keys, self.values, self.slots, self.positions)
+            return self._twin()
+        span = self.start, self.seen
+        shared = SharedRows(self.keys, self.values, self.slots, self.positions, span)
         return DenseLayer((*self.sources, shared), self.seen, self.window, self.backend)
 
-    def _copied(self) -> DenseLayer:
-        """A copy of a layer with few rows (sliding, or empty)."""
+    def _twin(self) -> DenseLayer:
+        """The same layer once more, for few rows (sliding, or empty): its first append copies them."""
         twin = DenseLayer(self.sources, self.seen, self.window, self.backend)
         if self.is_initialized:
             twin.lazy_initialization(self.keys, self.values)
-            twin.keys, twin.values, twin.rows = self.keys.clone(), self.values.clone(), self.rows
+            twin.keys, twin.values, twin.rows, twin.start = self.keys, self.values, self.rows, self.start
             twin.slots, twin.positions = self.slots, self.positions
         return twin
 
@@ -219,23 +241,22 @@ class DenseLayer(CacheLayerMixin):
         """Refuse: encode the context again instead."""
         raise RuntimeError("a kvexp cache cannot be reset in place: encode the context again")
 
-    def _select(self, index: torch.Tensor) -> None:
-        self.keys, self.values = (x.index_select(0, index.to(x.device)) for x in (self.keys, self.values))
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences `indices` of the batch; what is stored once for all of them stays."""
+        self.sources = tuple(source.select(indices) for source in self.sources)
+        if self.rows and self.keys.shape[0] > 1:
+            chosen = indices.to(self.device)
+            self.keys, self.values = (x.index_select(0, chosen) for x in (self.keys, self.values))
+            self._buffers = None
         if self.positions.shape[0] > 1:
-            self.positions = self.positions.index_select(0, index.to(self.positions.device))
-        self._buffers = None
+            self.positions = self.positions.index_select(0, indices.to(self.positions.device))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Follow the beams."""
-        if self.rows and self.keys.shape[0] > 1:
-            self._select(beam_idx)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep some sequences of the batch."""
-        if self.rows and self.keys.shape[0] > 1:
-            self._select(torch.as_tensor(indices))
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence; shared sources serve any batch."""
-        if self.rows:
-            self._select(torch.arange(self.keys.shape[0]).repeat_interleave(repeats))
+        """Repeat each sequence."""
+        own = self.keys.shape[0] if self.rows else 1
+        batch = max(own, *(source.batch for source in self.sources), 1)
+        self.batch_select_indices(torch.arange(batch).repeat_interleave(repeats))

@@ -19,8 +19,10 @@ class KVCache(Cache):
     `counters` says what the method really did (evicted, looked_up, reused, recomputed, ...), shared by forks.
     """
 
+    layers: list[DenseLayer]  # type: ignore[assignment]
+
     def __init__(self, layers: Sequence[DenseLayer], counters: dict[str, int] | None = None) -> None:
-        super().__init__(layers=list(layers))
+        super().__init__(layers=[*layers])
         self.counters: dict[str, int] = {} if counters is None else counters
 
     @property
@@ -68,7 +70,7 @@ def prefill(model: Any, ids: Sequence[int], cache: KVCache) -> KVCache:
 
 
 def row_bytes(model: Any) -> int:
-    """Bytes that one token's rows take in all full-attention layers of a dense cache (latents where there are)."""
+    """Bytes that one token's rows take in all full-attention layers of a dense cache (MLA: its latents)."""
     config = model.config.get_text_config()
     family = of(config)
     if family.latent:

@@ -14,17 +14,38 @@ if TYPE_CHECKING:
 
 
 class SharedRows:
-    """The rows of an encoded context, read by every fork: keys/values [1 or B, H, P, D], slots [P]."""
+    """The rows of an encoded context, read by every fork: keys/values [1 or B, H, P, D], slots [P].
 
-    def __init__(self, keys, values, slots, positions) -> None:
-        self.keys, self.values, self.slots, self.positions = keys, values, slots, positions
-        self.entries = keys.shape[2]
+    positions [1 or B, P]; all slots lie in `span` = (first, one past the last). Every query comes later.
+    """
+
+    def __init__(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        span: tuple[int, int],
+    ) -> None:
+        self.keys, self.values, self.slots, self.positions, self.span = keys, values, slots, positions, span
+        self.batch, self.entries = keys.shape[0], keys.shape[2]
 
     def tensors(self) -> list[torch.Tensor]:
         """The shared tensors, by reference."""
         return [self.keys, self.values]
 
-    def state(self, call: Call, layer: DenseLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    def select(self, index: torch.Tensor) -> SharedRows:
+        """Return the rows of the sequences `index`; rows that serve any batch are shared on."""
+        if self.batch == 1:
+            return self
+        chosen = index.to(self.keys.device)
+        keys, values = (x.index_select(0, chosen) for x in (self.keys, self.values))
+        positions = self.positions
+        if positions.shape[0] > 1:
+            positions = positions.index_select(0, chosen)
+        return SharedRows(keys, values, self.slots, positions, self.span)
+
+    def state(self, call: Call, layer: DenseLayer) -> State:
         """Attend over the shared rows."""
         return self.attended(call, layer, *self.expanded(call))
 
@@ -37,13 +58,12 @@ class SharedRows:
     def attended(self, call: Call, layer: DenseLayer, key: torch.Tensor, value: torch.Tensor) -> State:
         """Return the state of the call's queries over these rows."""
         batch, heads, length, width = call.query.shape
-        padded = call.padding.first_pad is not None and call.padding.first_pad <= int(self.slots[-1])
-        if key.shape[0] == 1 and not padded:  # one shared context: the whole batch is one long query block
+        real = call.padding.at(self.slots) if call.padding.pads(*self.span) else None
+        if key.shape[0] == 1 and real is None:  # one shared context: the whole batch is one long query block
             folded = call.query.transpose(0, 1).reshape(1, heads, batch * length, width)
             a, s = attend(folded, key, value, call.scale, backend=layer.backend)
             a = a.view(heads, batch, length, -1).transpose(0, 1)
             return a, s.view(heads, batch, length).transpose(0, 1)
-        real = call.padding.at(self.slots)
         visible = None if real is None else real[:, None, None, :].expand(-1, -1, length, -1)
         if key.shape[0] == 1:
             key, value = key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)

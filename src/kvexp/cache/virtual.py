@@ -31,6 +31,8 @@ class StateLookup(Protocol):
 class Virtual:
     """A source whose states come from a lookup, so that nothing of the prefix is attended to."""
 
+    batch = 1
+
     def __init__(self, lookup: StateLookup, counters: dict[str, int]) -> None:
         self.lookup, self.counters, self.entries = lookup, counters, lookup.entries
 
@@ -38,14 +40,16 @@ class Virtual:
         """The memory's tensors."""
         return self.lookup.tensors()
 
+    def select(self, index: torch.Tensor) -> Virtual:
+        """A memory serves any batch."""
+        return self
+
     def state(self, call: Call, layer: DenseLayer) -> tuple[torch.Tensor, torch.Tensor]:
         """Look up every query token's state; padded tokens get one too, which nothing reads."""
         query = self.lookup.key_queries(call, layer.q_positions)
         batch, heads, length, width = query.shape
         a, s = self.lookup.find(query.transpose(1, 2).reshape(batch * length, heads, width))
-        real = call.padding.at(layer.q_slots)
-        self.counters["looked_up"] = self.counters.get("looked_up", 0) + (
-            batch * length if real is None else int(real.sum())
-        )
+        real = batch * length - call.padding.pads(layer.seen - length, layer.seen)
+        self.counters["looked_up"] = self.counters.get("looked_up", 0) + real
         a = a.view(batch, length, heads, -1).transpose(1, 2)
         return a, s.view(batch, length, heads).transpose(1, 2)

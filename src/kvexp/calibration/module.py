@@ -18,6 +18,7 @@ import lightning
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from kvexp.calibration.store import COLLECTED
 from kvexp.progress import track
 
 SORT_WINDOW = 8  # batches whose items are sorted by length together, so that little is padded
@@ -92,6 +93,11 @@ class Runner:
         """Where this rank writes samples."""
         return self._root / f"rank-{int(os.environ.get('LOCAL_RANK', 0)):03d}"
 
+    @property
+    def collected(self) -> bool:
+        """Whether the samples of an earlier run with the same traces lie ready."""
+        return (self._root / COLLECTED).exists()
+
     def run(self, step: Callable[[list[Any]], None], items: Sequence[Any], what: str) -> None:
         """Call `step` once for each batch of this rank's items, without gradients."""
         batches = planned(items, self.batch_size)
@@ -109,10 +115,11 @@ class Runner:
 
     def shards(self) -> list[Path]:
         """Wait for all ranks, and return their folders in rank order; only rank 0 goes on from here."""
-        assert self.trainer is not None
-        self.trainer.strategy.barrier("kvexp-shards")
-        if not self.trainer.is_global_zero:
-            raise SystemExit(0)
+        if self.trainer is not None:
+            self.trainer.strategy.barrier("kvexp-shards")
+            if not self.trainer.is_global_zero:
+                raise SystemExit(0)
+            (self._root / COLLECTED).touch()
         return sorted(self._root.glob("rank-*"))
 
     def track(self, items: Iterable[Any], what: str, total: int | None = None) -> Iterator[Any]:

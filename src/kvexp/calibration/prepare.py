@@ -55,27 +55,27 @@ def prepare(
     store_dir: Path,
     batch_size: int,
     make_trainer: Callable[..., Any],
+    keep_samples: bool = False,
 ) -> tuple[Any, Path, bool]:
     """Return (memory, its folder, whether it was built now) of a method that needs calibration."""
     from kvexp.methods.memory.states import FORMAT, StateMemory
 
     if not traces:
         raise UserError("calibration has no traces, use calibration.n=300")
-    facts = {
-        "method": method.id,
-        "knobs": method.stored_knobs(),
+    source = {
         "model": loaded.sha256,
         "dtype": str(loaded.dtype),
         "context": context.key,
         "traces": hashlib.sha256(repr(traces).encode()).hexdigest()[:16],
-        "budget": str(budget),
-        "seed": seed,
         "format": FORMAT,
     }
+    facts = {"method": method.id, "knobs": method.stored_knobs(), **source, "budget": str(budget), "seed": seed}
+    store = Store(store_dir)
 
-    def build(folder: Path) -> StateMemory:
-        runner = Runner(context, traces, folder, make_trainer, batch_size, seed)
-        return method.prepare(loaded.model, runner, budget)
+    def build() -> StateMemory:
+        with store.samples({**source, **method.sample_knobs()}, keep_samples) as samples:
+            runner = Runner(context, traces, samples, make_trainer, batch_size, seed)
+            return method.prepare(loaded.model, runner, budget)
 
-    memory, folder, built = Store(store_dir).get(method.id, facts, StateMemory.load, build)
+    memory, folder, built = store.get(method.id, facts, StateMemory.load, build)
     return memory.to(loaded.device), folder, built

@@ -10,14 +10,15 @@ import hashlib
 import json
 import logging
 import shutil
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from kvexp.files import file_lock
 from kvexp.logs import rank
+
+COLLECTED = "complete"  # a file that says that all ranks' samples are there
 
 log = logging.getLogger(__name__)
 
@@ -34,25 +35,37 @@ class Store:
         self.root = root
 
     @contextmanager
-    def scratch(self):
-        """A folder for samples that do not fit in memory, removed at the end."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=".samples-", dir=self.root))
-        try:
+    def samples(self, facts: dict[str, Any], keep: bool) -> Iterator[Path]:
+        """The folder of the samples that `facts` describe, the same for every rank; removed at the end unless kept.
+
+        One cell at a time works in it; another that wants the same samples finds them there when they are kept.
+        """
+        folder = self.root / f"samples-{fingerprint(facts)}"
+        folder.mkdir(parents=True, exist_ok=True)
+        if rank() > 0:  # rank 0 holds the lock and cleans up
             yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            return
+        with file_lock(self.root / f".{folder.name}.lock"):
+            folder.mkdir(exist_ok=True)
+            if not (folder / COLLECTED).exists():  # what a killed run left
+                for part in folder.glob("rank-*"):
+                    shutil.rmtree(part)
+            try:
+                yield folder
+            finally:
+                if not keep:
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def get(
         self,
         name: str,
         facts: dict[str, Any],
         load: Callable[[Path, dict[str, Any]], Any],
-        build: Callable[[Path], Any],
+        build: Callable[[], Any],
     ) -> tuple[Any, Path, bool]:
         """Return (artefact, its folder, whether it was built now).
 
-        `build(scratch folder)` makes an artefact with `manifest` and `save(folder)`; `load(folder, facts)` reads one
+        `build()` makes an artefact with `manifest` and `save(folder)`; `load(folder, facts)` reads one
         and refuses a mismatch. Two processes that want the same artefact build it once.
         """
         folder = self.root / f"{name}-{fingerprint(facts)}"
@@ -61,8 +74,7 @@ class Store:
             if (folder / "manifest.json").exists():
                 log.info("using the memory in %s", folder)
                 return load(folder, facts), folder, False
-            with self.scratch() as scratch:
-                artefact = build(scratch)
+            artefact = build()
             artefact.manifest |= facts
             artefact.save(folder)
         return artefact, folder, True

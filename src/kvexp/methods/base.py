@@ -37,6 +37,7 @@ class Calibration(Protocol):
     traces: Sequence[Sequence[int]]  # token ids of each trace, as they follow the context
     folder: Path  # where this rank writes samples that do not fit in memory
     seed: int
+    collected: bool  # samples of an earlier run lie ready, nothing has to be run
 
     def run(self, step: Callable[[list[Any]], None], items: Sequence[Any], what: str) -> None:
         """Call `step` once for each batch of this rank's items, without gradients."""

@@ -1,19 +1,22 @@
 """kvexp as a model of lm-eval: whole Instances in, scores out, everything through the method.
 
-An Instance of our own tasks carries its context and query apart (`doc["context"]`, `doc["query_ids"]`): the
-context is encoded once and every query runs on a fork. An Instance of a stock task is one flat prompt and runs
-as a query on an empty context, which is right for `full` only. Both go through `QueryBatch`; lm-eval's own HFLM is
-not inherited, since it scores in plain forwards that would bypass the method.
+An Instance of our own tasks carries its context and query apart (`query_instance`): the context is encoded once and
+every query runs on a fork. An Instance of a stock task is one flat prompt and runs as a query on an empty context,
+which is right for `full` only. Both go through `QueryBatch`; lm-eval's own HFLM is not inherited, since it scores
+in plain forwards that would bypass the method. For flat prompts the numbers are those of HFLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs, resolve_max_length
 
 from kvexp.errors import UserError
 from kvexp.progress import track
@@ -22,7 +25,28 @@ from kvexp.tasks.batch import QueryBatch
 from kvexp.tasks.session import Session
 from kvexp.tasks.trie import Trie
 
+log = logging.getLogger(__name__)
 NOTHING = Context((), ())
+IGNORED = (
+    "until",
+    "max_gen_toks",
+    "do_sample",
+    "temperature",
+    "top_p",
+    "top_k",
+)  # no part in greedy decoding
+
+
+class Prompt(NamedTuple):
+    """A query and the context that it is asked on."""
+
+    context: Context
+    query: Sequence[int]
+
+
+def query_instance(context: Context, query_ids: Sequence[int], text: str = "", answer: str = "") -> Instance:
+    """Return an Instance that carries its context and query apart; `text` is the query's, `answer` follows it."""
+    return Instance("loglikelihood", {"context": context, "query_ids": query_ids}, (text, answer), 0)
 
 
 class KVLM(TemplateLM):
@@ -32,7 +56,7 @@ class KVLM(TemplateLM):
         super().__init__()
         self.session, self.batch_size, self.max_new_tokens = session, batch_size, max_new_tokens
         self.tokenizer = session.loaded.tokenizer
-        self._latest: tuple[tuple[int, ...], QueryBatch] | None = None
+        self._latest: tuple[Any, QueryBatch] | None = None
 
     @property
     def eot_token_id(self) -> int:
@@ -48,19 +72,40 @@ class KVLM(TemplateLM):
     @property
     def max_length(self) -> int:
         """The model's context length in tokens."""
-        return self.session.loaded.context_limit
+        return resolve_max_length(self.session.model.config, self.tokenizer)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name of the tokenizer, for lm-eval's cache of prompts."""
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return the text of a conversation in the model's chat format. Raises UserError where it has none."""
+        if not self.tokenizer.chat_template:
+            raise UserError("this model has no chat template: leave task.apply_chat_template=false")
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids without special tokens, unless they are asked for."""
-        return self.tokenizer.encode(string, add_special_tokens=bool(add_special_tokens))
+        """Token ids; None adds the tokenizer's own special tokens, but never a second BOS, as in HFLM."""
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self.tokenizer.decode(self.prefix_token_id))
+        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def batch(self, instances: Sequence[Instance]) -> QueryBatch:
         """Run the queries of instances that share a context; the latest batch is kept and not run twice."""
-        key = tuple(id(instance.doc) for instance in instances)
-        if self._latest is None or self._latest[0] != key:
-            doc = instances[0].doc
-            queries = [instance.doc["query_ids"] for instance in instances]
-            self._latest = key, self.session.run(doc["context"], queries)
+        context = instances[0].doc["context"]
+        if any(instance.doc["context"].key != context.key for instance in instances):
+            raise ValueError("the instances of a batch must share their context")
+        queries = tuple(tuple(instance.doc["query_ids"]) for instance in instances)
+        if self._latest is None or self._latest[0] != (context.key, queries):
+            self._latest = (context.key, queries), self.session.run(context, queries)
         return self._latest[1]
 
     def label_scores(self, instances: Sequence[Instance], trie: Trie) -> torch.Tensor:
@@ -74,7 +119,7 @@ class KVLM(TemplateLM):
 
     def answer_distributions(
         self, instances: Sequence[Instance], answers: Sequence[Sequence[int]]
-    ) -> list[Any]:
+    ) -> list[torch.Tensor]:
         """Return for each document the log-probabilities [n, V] at its n teacher-forced answer tokens."""
         batch = self.batch(instances)
         first = batch.logits.log_softmax(-1)[:, None]  # [B, 1, V]
@@ -93,30 +138,56 @@ class KVLM(TemplateLM):
         self.session.decoded += sum(len(ids) - 1 for ids in made)  # the first token comes with the query
         return made, ends
 
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Score continuations: (sum of log-probabilities, whether greedy decoding gives it)."""
+        prompts = [parts_of(request) for request in requests]
+        pairs = list(zip(requests, prompts, strict=True))
+        flat = super().loglikelihood([r for r, prompt in pairs if prompt is None], disable_tqdm=True)
+        ours = self._scored([(p, self._encode_pair(*r.args)[1]) for r, p in pairs if p is not None])
+        results = iter(flat), iter(ours)
+        return [next(results[prompt is not None]) for prompt in prompts]
+
     def _loglikelihood_tokens(
-        self,
-        requests: list[tuple[tuple[str, str], list[int], list[int]]],
-        disable_tqdm: bool = False,
-        **_: Any,
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Score continuations of flat prompts: (sum of log-probabilities, whether greedy decoding gives it)."""
-        results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
-        batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
-        for rows in track(batches, "scoring", len(batches), "batches"):
-            pairs = [self._fitted(requests[i][1], requests[i][2]) for i in rows]
-            docs = [{"context": NOTHING, "query_ids": context} for context, _ in pairs]
-            instances = [Instance("loglikelihood", doc, (), 0) for doc in docs]
-            tables = self.answer_distributions(instances, [answer for _, answer in pairs])
-            for i, table, (_, answer) in zip(rows, tables, pairs, strict=True):
-                ids = torch.tensor(answer, device=table.device)
+        """Score continuations of flat prompts; an over-long one is cut on the left, as HFLM does."""
+        pairs = []
+        for _, context, answer in requests:
+            if len(answer) > self.max_length:
+                raise UserError(
+                    f"an answer of {len(answer)} tokens is longer than this model's context of {self.max_length}: "
+                    "choose another model or task"
+                )
+            pairs.append((Prompt(NOTHING, self._cut(context, self.max_length + 1 - len(answer))), answer))
+        return self._scored(pairs)
+
+    def _scored(self, pairs: Sequence[tuple[Prompt, Sequence[int]]]) -> list[tuple[float, bool]]:
+        results: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
+        for rows in self._batches([prompt for prompt, _ in pairs], "scoring"):
+            instances = [query_instance(*pairs[i][0]) for i in rows]
+            tables = self.answer_distributions(instances, [pairs[i][1] for i in rows])
+            for i, table in zip(rows, tables, strict=True):
+                ids = torch.tensor(pairs[i][1], device=table.device)
                 value = table.gather(-1, ids[:, None]).sum()
                 results[i] = float(value), bool((table.argmax(-1) == ids).all())
         return results
 
-    def _fitted(self, context: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
-        """Cut an over-long prompt on the left, as lm-eval does."""
-        return context[max(0, len(context) + len(answer) - self.max_length - 1) :], answer
+    def _batches(self, prompts: Sequence[Prompt], what: str) -> Iterator[list[int]]:
+        """Yield the indices of prompts in batches that share a context, long queries first."""
+        order = sorted(range(len(prompts)), key=lambda i: (prompts[i].context.key, -len(prompts[i].query)))
+        batches = []
+        for _, group in itertools.groupby(order, key=lambda i: prompts[i].context.key):
+            rows = list(group)
+            batches += [rows[at : at + self.batch_size] for at in range(0, len(rows), self.batch_size)]
+        yield from track(batches, what, len(batches), "batches")
+
+    def _cut(self, ids: list[int], room: int) -> list[int]:
+        """Keep the last `room` tokens."""
+        if len(ids) > room:
+            log.warning(
+                "a prompt of %d tokens is cut on the left to %d: the model takes no more", len(ids), room
+            )
+        return ids[max(0, len(ids) - room) :]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continue prompts greedily until a stop string, an end token or the task's length limit."""
@@ -125,24 +196,33 @@ class KVLM(TemplateLM):
         for i, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(i)
         for members in groups.values():
-            options = dict(requests[members[0]].args[1])
-            if options.get("do_sample") or options.get("temperature"):
-                raise UserError(
-                    "this task samples its answers, and task=lm_eval decodes greedily: choose another task"
-                )
-            until = options.get("until") or []
-            until = [until] if isinstance(until, str) else list(until)
-            limit = options.get("max_gen_toks") or options.get("max_new_tokens") or self.max_new_tokens
-            prompts = {i: self.tok_encode(requests[i].args[0])[-(self.max_length - limit) :] for i in members}
-            order = sorted(members, key=lambda i: -len(prompts[i]))
-            batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
-            for rows in track(batches, "generating", len(batches), "batches"):
-                docs = [{"context": NOTHING, "query_ids": prompts[i]} for i in rows]
-                instances = [Instance("generate_until", doc, (), 0) for doc in docs]
-                made, _ = self.continue_all(instances, limit, self.stopper(until))
-                for i, ids in zip(rows, made, strict=True):
-                    answers[i] = cut(self.tokenizer.decode(ids, skip_special_tokens=True), until)
+            until, limit = self._greedy(requests[members[0]].args[1])
+            prompts, stopped = [self._prompt(requests[i], limit) for i in members], self.stopper(until)
+            for rows in self._batches(prompts, "generating"):
+                made, _ = self.continue_all([query_instance(*prompts[row]) for row in rows], limit, stopped)
+                for row, ids in zip(rows, made, strict=True):
+                    answers[members[row]] = cut(self.tokenizer.decode(ids, skip_special_tokens=True), until)
         return answers
+
+    def _greedy(self, arguments: dict[str, Any]) -> tuple[list[str], int]:
+        """Return (stop strings, most new tokens); UserError when a task wants more than greedy decoding."""
+        options: dict[str, Any] = dict(normalize_gen_kwargs(arguments, self.max_new_tokens))
+        more = [key for key in options if key not in IGNORED and (key, options[key]) != ("num_beams", 1)]
+        if options["do_sample"] or more:
+            wanted = "samples its answers" if options["do_sample"] else f"decodes with {', '.join(more)}"
+            raise UserError(f"this task {wanted}, and task=lm_eval decodes greedily: choose another task")
+        return list(options["until"] or []), options["max_gen_toks"]
+
+    def _prompt(self, request: Instance, limit: int) -> Prompt:
+        if (prompt := parts_of(request)) is not None:
+            return prompt
+        if limit >= self.max_length:
+            raise UserError(
+                f"this task generates up to {limit} tokens, and the model's context holds {self.max_length}: "
+                "choose another model or task"
+            )
+        ids = self._cut(self.tok_encode(request.args[0]), self.max_length - limit)
+        return Prompt(NOTHING, ids or [self.prefix_token_id])
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Refuse: perplexity over documents has no query that a method could serve."""
@@ -161,6 +241,14 @@ class KVLM(TemplateLM):
             return "stop" if any(stop in text for stop in until) else None
 
         return stopped
+
+
+def parts_of(instance: Instance) -> Prompt | None:
+    """Return the context and query of an Instance that carries them apart, None for a flat prompt."""
+    doc = instance.doc
+    if not isinstance(doc, dict) or not isinstance(doc.get("context"), Context):
+        return None
+    return Prompt(doc["context"], doc["query_ids"])
 
 
 def ends_of(model: Any, tokenizer: Any) -> set[int]:

@@ -1,8 +1,8 @@
 """Queries that run together on one encoded context: score what follows, or continue.
 
-The context's cache is forked, never changed. Queries are padded on the left; pads lie between context and query,
-are masked, and move no position. After the first forward the batch can be extended again and again from where it
-stands, each time on a fork of its own rows.
+The context's cache is forked, never changed. Queries are padded on the left; pads lie between context and
+query, are masked, and move no position. After the first forward the batch can be extended again and again
+from where it stands, each time on a fork of its own rows.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ class QueryBatch:
     """
 
     def __init__(self, model: Any, context: KVCache, queries: Sequence[Sequence[int]]) -> None:
+        if not all(queries):
+            raise ValueError("a query has no token: there is no distribution after nothing")
         self.model, self.queries = model, queries
         device = model.get_input_embeddings().weight.device
         width, seen = max(len(q) for q in queries), context.seen
@@ -34,13 +36,23 @@ class QueryBatch:
         self.columns = torch.cat([real.new_ones(len(queries), seen), real], dim=1)
         positions = self.columns.cumsum(1) - 1
         self.next_position = positions[:, -1:] + 1  # [B, 1]
+        self.padded = any(len(query) < width for query in queries)
         self.cache = context.fork()
-        self.logits = self._forward(self.cache, ids, self.columns, positions[:, seen:], keep=1)[:, -1]
+        self.logits = self._forward(self.cache, ids, self._mask(self.columns), positions[:, seen:], 1)[:, -1]
 
-    def _forward(self, cache: KVCache, ids, columns, positions, keep: int) -> torch.Tensor:
+    def _mask(self, columns: torch.Tensor, padded: bool = False) -> torch.Tensor | None:
+        """Return no mask where nothing is padded, as `generate` does: then none has to be built."""
+        return columns if self.padded or padded else None
+
+    def _forward(
+        self,
+        cache: KVCache,
+        ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor,
+        keep: int,
+    ) -> torch.Tensor:
         with torch.no_grad():
-            # generate drops a mask of ones; so do we, since then nothing has to be masked at all
-            mask = None if bool(columns.all()) else columns
             output = self.model(
                 ids,
                 cache=cache,
@@ -51,7 +63,7 @@ class QueryBatch:
         return output.logits if output.logits.dtype == torch.float64 else output.logits.float()
 
     def extend(self, tokens: Sequence[Sequence[int]], observer: Observer | None = None) -> torch.Tensor:
-        """Return logits [B, n, V] after each of n more tokens per query (shorter rows: padded, ignore the rest).
+        """Return logits [B, n, V] after each of n more tokens per query, where a row has as many.
 
         The batch itself stays where it was. `observer` sees the states of every full-attention layer.
         """
@@ -66,7 +78,8 @@ class QueryBatch:
         positions = self.next_position + torch.arange(width, device=device)
         cache = self.cache.fork()
         cache.observe(observer)
-        return self._forward(cache, ids, columns, positions, keep=width)
+        mask = self._mask(columns, padded=any(len(row) < width for row in tokens))
+        return self._forward(cache, ids, mask, positions, width)
 
     def generate(
         self, max_new_tokens: int, stopped: Callable[[list[int]], str | None]
@@ -85,5 +98,6 @@ class QueryBatch:
             if all(ends) or step == max_new_tokens - 1:
                 break
             columns = torch.cat([columns, columns.new_ones(count, 1)], dim=1)
-            logits = self._forward(cache, token[:, None], columns, self.next_position + step, keep=1)[:, -1]
+            mask, positions = self._mask(columns), self.next_position + step
+            logits = self._forward(cache, token[:, None], mask, positions, 1)[:, -1]
         return made, [end or "length" for end in ends]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvexp.methods.memory.states import StateMemory
     from kvexp.prompt import Context
 
+SAMPLE_KNOBS = ("key", "unified_position", "chunks", "chunk_merge", "samples", "slope")  # decide what is collected
 INFERENCE_KNOBS = ("lookup", "cells", "probe", "recall", "bos_in_query")  # do not change what is stored
 
 
@@ -126,3 +127,7 @@ class ASM(Method):
     def stored_knobs(self) -> dict[str, Any]:
         """The knobs that decide what a memory holds (lookups may change without building it again)."""
         return {name: value for name, value in asdict(self).items() if name not in INFERENCE_KNOBS}
+
+    def sample_knobs(self) -> dict[str, Any]:
+        """The knobs that decide what is collected: memories that share them can be built from the same samples."""
+        return {name: getattr(self, name) for name in SAMPLE_KNOBS}

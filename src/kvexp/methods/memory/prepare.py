@@ -58,7 +58,9 @@ def prepare(method: Any, model: Any, calibration: Any, budget: Any) -> StateMemo
 
 
 def collected(method: Any, model: Any, caches: list[KVCache], calibration: Any) -> SampleStore:
-    """Run the calibration's traces over encoded chunks; return the samples of all ranks."""
+    """Run the calibration's traces over encoded chunks, unless kept samples lie ready; return all ranks' samples."""
+    if calibration.collected:
+        return SampleStore.merge(calibration.shards())
     q_heads, _, d, dv = dims(model)
     layers = [i for i, layer in enumerate(caches[-1].layers) if layer.window is None]
     fields = {"q": (q_heads, d), "a": (q_heads, dv), "s": (q_heads,)}

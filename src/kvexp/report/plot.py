@@ -1,0 +1,51 @@
+"""A picture of a grid: accuracy with its standard error over what each method stores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvexp.report.grid import grids
+
+METRICS = (("accuracy_calibrated", "calibrated accuracy"), ("accuracy", "raw accuracy"))
+MARKERS = "osD^vP*X<>"
+
+
+def storage_plot(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Draw the records of one task and model, and return the path of the PNG.
+
+    The horizontal axis is storage in KV-token equivalents (bytes held over the bytes of one token's rows).
+    Needs matplotlib, of the extra `kvexp[report]`.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    grid = grids(records)[0]
+    figure, axes = pyplot.subplots(1, len(METRICS), figsize=(11, 4.6), sharex=True, sharey=True)
+    for axis, (name, title) in zip(axes, METRICS, strict=True):
+        for row, marker in zip(grid.rows, MARKERS, strict=False):
+            if not row.records:
+                continue
+            found = [record["metrics"][name] for record in row.records]
+            stored = [record["cache"]["kv_token_equivalents"] for record in row.records]
+            value = sum(metric["value"] for metric in found) / len(found)
+            error = sum(metric["stderr"] ** 2 for metric in found) ** 0.5 / len(found)
+            axis.errorbar(
+                sum(stored) / len(stored), value, yerr=error, fmt=marker, capsize=4, markersize=8, label=row.label
+            )
+        axis.set_title(title)
+        axis.set_xlabel("storage, KV-token equivalents")
+        axis.grid(alpha=0.3)
+        axis.set_ylim(0, 1)
+    axes[0].set_ylabel("accuracy ± standard error")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=3, frameon=False, fontsize=9)
+    figure.suptitle(f"{grid.task}, {grid.model}")
+    figure.tight_layout(rect=(0, 0.14, 1, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path

@@ -1,0 +1,61 @@
+"""Words before Hydra reads them: flags, dashes, quotes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvexp import commandline
+from kvexp.errors import UserError
+
+_ALPHABET = st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp"], exclude_characters="$,")
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("--budget=4096", ["budget=4096"]),
+        ("--method.layout=shared", ["method.layout=shared"]),
+        ("--config-dir=x", ["--config-dir=x"]),
+        ("--cfg=job", ["--cfg=job"]),
+        ("-m", ["-m"]),
+        ("_wandb={'a': 1}", []),
+        ("--_wandb=1", []),
+        ("seed=0,1", ["seed=0,1"]),
+        ("data_dir=/a=b", ["data_dir='/a=b'"]),
+        ("model.id='a b'", ["model.id='a b'"]),
+        ("x='unbalanced", ["x='unbalanced"]),
+        ("~debug", ["~debug"]),
+    ],
+)
+def test_clean(word: str, expected: list[str]) -> None:
+    assert commandline.clean([word]) == expected
+
+
+@given(st.text(_ALPHABET, min_size=1).filter(lambda text: not text.startswith(("'", '"', "[", "{"))))
+def test_any_path_arrives_as_it_was_written(text: str) -> None:
+    path = f"/a/{text}/b"
+    (parsed,) = commandline.parse(commandline.clean([f"data_dir={path}"]))
+    assert parsed.value() == path
+
+
+def test_flags_may_stand_anywhere_and_come_first_for_hydra() -> None:
+    args = commandline.read(["a=1", "-m", "b=2", "--config-dir", "/", "c=3"])
+    assert args.multirun and args.config_dir == "/" and args.overrides == ["a=1", "b=2", "c=3"]
+    assert args.argv == ["-m", "--config-dir", "/", "a=1", "b=2", "c=3"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--mutlirun"], "did you mean '--multirun'?"),
+        (["-m", "--cfg", "job"], "only one of"),
+        (["--resolve"], "--cfg job"),
+        (["--cfg"], "expected one argument"),
+        (["--config-path", "conf"], "absolute"),
+    ],
+)
+def test_wrong_flags(words: list[str], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        commandline.read(words)
