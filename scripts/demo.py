@@ -1,9 +1,11 @@
-"""The main job on the embedded default: ASM beside full attention on a generated task, in a few minutes on a CPU.
+"""The main job on the embedded default: ASM beside full attention on a generated task, in a few minutes on
+a CPU.
 
     python scripts/demo.py [seed]
 
-Six runs of `task=intents` with SmolLM2-135M-Instruct: the floor, a truncated context, ASM in two layouts, the whole
-context, and a control whose memory never saw the demonstrations. Run folders, table and plot land in outputs/demo.
+Six runs of `task=intents` with SmolLM2-135M-Instruct: the floor, a truncated context, ASM in two layouts,
+the whole context, and a control whose memory never saw the demonstrations. Run folders, table and plot
+land in outputs/demo.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from kvexp.library import settings
+from kvexp.cli import settings_of
 from kvexp.report.plot import storage_plot
 from kvexp.report.record import read_records
 from kvexp.run import finish_grid, run
@@ -29,10 +31,11 @@ ROWS = (
     (*ASM, "method.layout=pooled", "calibration.empty_prefix=true", "calibration.labels=gold"),
 )
 CLAIM = """
-What may be claimed: ASM compresses a context of about 4,096 tokens to storage worth 1,024 tokens (pooled) or to 1,024
-lookups (shared) and keeps most or all of its calibrated accuracy, although its traces carry no label; a memory
-that never saw the demonstrations (the row with empty_prefix) stays at chance, 1/12. What may not: that the shared
-layout beats a 1,024-token context at equal memory, since its 1,024 entries take the room of about 3,100 tokens.
+What may be claimed: ASM compresses a context of about 4,096 tokens to storage worth 1,024 tokens (pooled)
+or to 1,024 lookups (shared) and keeps most or all of its calibrated accuracy, although its traces carry no
+label; a memory that never saw the demonstrations (the row with empty_prefix) stays at chance, 1/12. What
+may not: that the shared layout beats a 1,024-token context at equal memory, since its 1,024 entries take
+the room of about 3,100 tokens.
 """
 
 
@@ -42,7 +45,7 @@ def main() -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     seed, start = (sys.argv[1] if len(sys.argv) > 1 else "0"), time.perf_counter()
     common = ("task=intents", "model=smollm2-135m", f"seed={seed}", f"output_dir={OUTPUT}", "logger=none")
-    cells = [settings(*row, *common) for row in ROWS]
+    cells = [cell for row in ROWS for cell in settings_of([*row, *common])]
     for number, cell in enumerate(cells, 1):
         print(f"[{number}/{len(cells)}] {' '.join(ROWS[number - 1])}", file=sys.stderr, flush=True)
         run(cell)

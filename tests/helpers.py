@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,18 @@ FAMILIES = (
     "glm4_moe_lite",
 )
 """Model types that the contracts of every method are tested on."""
+PRESETS = Path(__file__).parent / "presets"
+PRESET_NAMES = tuple(f"preset:{path.stem}" for path in sorted(PRESETS.glob("*.json")))
+"""The architectures of the papers' models, built from their real configurations cut to two layers."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def model(family: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A tiny random model, shared by all tests that do not change it."""
+    """A tiny random model of a family, or "preset:<name>" cut to two layers; shared, so tests leave it as
+    it is."""
+    if family.startswith("preset:"):
+        facts = json.loads((PRESETS / f"{family.removeprefix('preset:')}.json").read_text(encoding="utf-8"))
+        return tiny.reduced(facts).to(dtype)
     return tiny.build(family).to(dtype)
 
 
@@ -53,7 +61,9 @@ QUERIES = [tokens(n, seed=100 + n) for n in (5, 9, 2)]
 class Calibration:
     """The protocol of `kvexp.methods.base.Calibration`, run in a plain loop."""
 
-    def __init__(self, context: Context, traces: Sequence[Sequence[int]], folder: Path, seed: int = 0) -> None:
+    def __init__(
+        self, context: Context, traces: Sequence[Sequence[int]], folder: Path, seed: int = 0
+    ) -> None:
         self.context, self.traces, self.folder, self.seed = context, list(traces), folder / "rank-000", seed
         self.batch_size, self.collected = 2, False
 

@@ -89,6 +89,10 @@ def test_every_choice_composes(path: Path) -> None:
         with pytest.raises(UserError, match="is planned and cannot run yet"):
             settings_of(words)
         return
+    if _load(path).get("full_attention") is False:
+        with pytest.raises(UserError, match=f"every layer of model={path.stem} has a sliding window"):
+            settings_of(words)
+        words.append("method=full")
     (settings,) = settings_of(words)
     assert settings.choices[path.parent.name].startswith(path.stem)
 

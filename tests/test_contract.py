@@ -1,7 +1,8 @@
 """What every method promises, tested for each YAML in conf/method on tiny models of each family.
 
-`make test` runs every method on three families and every family with one method of each kind; the rest of the
-product is marked slow (`make test-all`). A pair that cannot work stands in REFUSED with its reason, and is tested.
+`make test` runs every method on three families and every family with one method of each kind; the rest of
+the product is marked slow (`make test-all`). A pair that cannot work stands in REFUSED with its reason,
+and is tested.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import helpers
 import pytest
 import torch
 import yaml
-from helpers import FAMILIES, QUERIES, Calibration, plain_logits, tokens
 
+import helpers
+from helpers import FAMILIES, PRESET_NAMES, QUERIES, Calibration, plain_logits, tokens
 from kvexp import instantiate
 from kvexp.attention.attach import attention_modules
 from kvexp.attention.options import Options, set_options
@@ -45,6 +46,9 @@ def pairs() -> list[Any]:
 
 
 each_pair = pytest.mark.parametrize(("name", "family"), pairs())
+each_pair_and_preset = pytest.mark.parametrize(
+    ("name", "family"), [*pairs(), *((name, preset) for name in ONE_OF_EACH_KIND for preset in PRESET_NAMES)]
+)
 
 
 def built(name: str) -> Method:
@@ -54,7 +58,9 @@ def built(name: str) -> Method:
 class Ready:
     """A method with its memory and encoded context on a tiny model."""
 
-    def __init__(self, method: Method, model: Any, context: Any, folder: Path, budget: Budget, traces: Any) -> None:
+    def __init__(
+        self, method: Method, model: Any, context: Any, folder: Path, budget: Budget, traces: Any
+    ) -> None:
         self.method, self.model, self.context, self.budget = method, model, context, budget
         self.memory = None
         if method.needs_calibration:
@@ -86,7 +92,7 @@ def tight(name: str, family: str, folder: Path) -> Ready:
     return Ready(built(name), helpers.model(family), helpers.context(), folder, Budget(17), traces)
 
 
-@each_pair
+@each_pair_and_preset
 def test_exact_where_it_says_so(name: str, family: str, tmp_path: Path) -> None:
     ready = exact(name, family, tmp_path)
     ours = ready.logits(QUERIES)
@@ -119,7 +125,7 @@ def test_attach_leaves_nothing_behind(name: str, family: str, tmp_path: Path) ->
     assert torch.equal(plain_logits(model, ids), before)
 
 
-@each_pair
+@each_pair_and_preset
 def test_padded_batch_equals_single(name: str, family: str, tmp_path: Path) -> None:
     ready = tight(name, family, tmp_path)
     together = ready.logits(QUERIES)
@@ -127,7 +133,7 @@ def test_padded_batch_equals_single(name: str, family: str, tmp_path: Path) -> N
         torch.testing.assert_close(together[row], ready.logits([query])[0], atol=1e-4, rtol=0)
 
 
-@each_pair
+@each_pair_and_preset
 def test_chunked_append_equals_one_shot(name: str, family: str, tmp_path: Path) -> None:
     ready, query = tight(name, family, tmp_path), QUERIES[1]
     whole = ready.logits([query])[0]
@@ -176,7 +182,7 @@ def test_forks_are_isolated(name: str, family: str, tmp_path: Path) -> None:
     assert (ready.cache.seen, ready.cache.nbytes()) == (seen, held)
 
 
-@each_pair
+@each_pair_and_preset
 def test_generate_equals_a_manual_loop(name: str, family: str, tmp_path: Path) -> None:
     ready, query, new = tight(name, family, tmp_path), QUERIES[0], 6
     ids = torch.tensor([[*([0] * ready.cache.seen), *query]])

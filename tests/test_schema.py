@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 from pathlib import Path
 
@@ -18,6 +19,11 @@ from kvexp.specs import LoggerSpec, ModelSpec, slug
 def one(*words: str) -> Settings:
     (settings,) = settings_of(words)
     return settings
+
+
+@functools.cache
+def default_cell() -> str:
+    return one().cell
 
 
 def test_the_default_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +69,7 @@ def test_the_default_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 def test_what_can_change_an_answer_changes_the_cell(word: str) -> None:
-    assert one(word).cell != one().cell
+    assert one(word).cell != default_cell()
 
 
 @pytest.mark.parametrize(
@@ -84,7 +90,7 @@ def test_what_can_change_an_answer_changes_the_cell(word: str) -> None:
     ],
 )
 def test_what_cannot_does_not(words: list[str]) -> None:
-    assert one(*words).cell == one().cell
+    assert one(*words).cell == default_cell()
 
 
 def test_calibration_is_part_of_a_cell_only_where_a_method_learns() -> None:

@@ -110,7 +110,7 @@ def _run(args: argparse.Namespace) -> int:
         return _finish_grid(cells, runner)
     for _, failure in runner.failures:
         return _say(_reason(failure), WRONG if isinstance(failure, UserError) else FAILED)
-    return 0
+    return _finish_grid(cells, runner)
 
 
 def _finish_grid(cells: Sequence[Settings], runner: Runner) -> int:
@@ -189,4 +189,4 @@ def _say(sentence: str, code: int) -> int:
     return code
 
 
-resolvers.register()  # also in the processes of a launcher, which import this module to find `Runner`
+resolvers.register()  # for the processes of a launcher, which import this module to find `Runner`

@@ -44,15 +44,13 @@ class Composer:
         self._multirun = bool(args.multirun)
         self._written = list(args.overrides)
         self._parsed = commandline.parse(self._written)
+        self._swept = [item.input_line for item in self._parsed if item.is_sweep_override()]
         self._check_choices()
 
     def single(self) -> Job:
         """Compose the command line as one run; values for a sweep are refused."""
-        for override in self._parsed:
-            if override.is_sweep_override():
-                raise UserError(
-                    f"{override.input_line} has several values: add -m to run a grid, or quote them"
-                )
+        for written in self._swept:
+            raise UserError(f"{written} has several values: add -m to run a grid, or quote them")
         return self._compose(self._written)
 
     def jobs(self) -> tuple[bool, list[Job]]:
@@ -62,6 +60,10 @@ class Composer:
         """
         from hydra.types import RunMode
 
+        if not self._multirun and not self._swept:
+            job = self.single()
+            if job.config.hydra.mode != RunMode.MULTIRUN:
+                return False, [job]
         master = self._guarded(self._written, RunMode.MULTIRUN).config
         if not self._multirun and master.hydra.mode != RunMode.MULTIRUN:
             return False, [self.single()]
@@ -129,6 +131,9 @@ def opened(args: argparse.Namespace) -> Iterator[Composer]:
     from hydra.core.config_search_path import SearchPathQuery
     from hydra.core.global_hydra import GlobalHydra
 
+    from kvexp import resolvers
+
+    resolvers.register()
     version.setbase(VERSION_BASE)
     search_path = create_config_search_path(str(args.config_path or conf_dir()))
     if args.config_dir is not None:

@@ -1,4 +1,5 @@
-"""What stands behind the few public functions of `kvexp`: the same YAML files as the command line, no Hydra run."""
+"""What stands behind the few public functions of `kvexp`: the same YAML files as the command line, no
+Hydra run."""
 
 from __future__ import annotations
 
@@ -9,10 +10,9 @@ from typing import Any
 
 import yaml
 
-from kvexp import advice, check, commandline, compose, instantiate, schema
+from kvexp import advice, check, compose, instantiate
 from kvexp.budget import Budget
 from kvexp.prompt import Context
-from kvexp.schema import Settings
 from kvexp.specs import ModelSpec
 
 
@@ -22,14 +22,6 @@ def _node(group: str, name: str) -> dict[str, Any]:
     if name not in files:
         raise advice.UserError(advice.no_choice(group, name, list(files)))
     return yaml.safe_load(files[name].read_text(encoding="utf-8"))
-
-
-def settings(*words: str) -> Settings:
-    """Return the checked settings of one run, written as on the command line: `settings("method=full", ...)`."""
-    args = commandline.read(commandline.clean(list(words)))
-    with compose.opened(args) as composer:
-        job = composer.single()
-        return schema.validate(job.config, job.config.hydra)
 
 
 def method(name: str, knobs: dict[str, Any]) -> Any:

@@ -99,7 +99,8 @@ _latest: dict[Any, LoadedModel] = {}  # at most one entry
 
 
 def load_once(spec: Any, *, needs_full_layer: bool = False) -> LoadedModel:
-    """Return `load(spec)`, or the model of the latest call when it was the same: a grid loads its model once."""
+    """Return `load(spec)`, or the model of the latest call when it was the same: a grid loads its model
+    once."""
     if spec not in _latest:
         _latest.clear()  # frees the old weights before the new ones come
         _latest[spec] = load(spec, needs_full_layer=needs_full_layer)

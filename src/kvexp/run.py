@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Sequence
@@ -13,8 +14,8 @@ import yaml
 from kvexp import instantiate, model
 from kvexp.attention.options import Options, set_options
 from kvexp.budget import Budget
-from kvexp.cell import identity
 from kvexp.calibration.prepare import draw_traces, prepare
+from kvexp.cell import identity
 from kvexp.measure.answered import Answered, check_counters
 from kvexp.measure.decay import prefix_decay
 from kvexp.measure.timing import Stopwatch
@@ -30,7 +31,7 @@ from kvexp.report.table import print_table
 from kvexp.schema import Settings
 from kvexp.tasks.adapter import KVLM, NOTHING
 from kvexp.tasks.base import TaskSet
-from kvexp.tasks.evaluate import LabelEvaluation
+from kvexp.tasks.evaluate import LabelEvaluation, batched
 from kvexp.tasks.scores import fidelity_summary, label_metrics
 from kvexp.tasks.session import Session
 from kvexp.tasks.stock import evaluate_stock
@@ -43,7 +44,7 @@ def run(settings: Settings) -> dict[str, Any]:
     """Run one cell and return its record; a complete cell is reported as done, an interrupted one goes on."""
     folder = RunFolder(settings.run_dir)
     if global_rank() > 0:  # a rank that Lightning started to help with calibration; it ends there
-        _helped(settings)
+        _help(settings, folder)
     with folder.lock():
         if settings.resume and folder.status == "complete":
             log.info("this cell is complete: %s (resume=false runs it anew)", folder.path)
@@ -53,10 +54,12 @@ def run(settings: Settings) -> dict[str, Any]:
         return _recorded(settings, folder)
 
 
-def _helped(settings: Settings) -> NoReturn:
-    """Calibrate this rank's share; `prepare` ends the process. Nothing of the run folder is touched."""
-    loaded, task, context = _loaded(settings)
-    _prepare(settings, loaded, task, context)
+def _help(settings: Settings, folder: RunFolder) -> NoReturn:
+    """Calibrate this rank's share where there is any, and end; nothing of the run folder is touched."""
+    complete = settings.resume and folder.status == "complete"
+    if settings.method.needs_calibration and not complete:
+        loaded, task, context = _loaded(settings)
+        _prepare(settings, loaded, task, context)
     raise SystemExit(0)
 
 
@@ -65,8 +68,7 @@ def _recorded(settings: Settings, folder: RunFolder) -> dict[str, Any]:
     folder.write_config(yaml.safe_dump(settings.config, sort_keys=False))
     started = provenance.start_provenance(settings.command)
     choices = {**settings.choices, "budget": settings.budget.rows or "full", "seed": settings.seed}
-    knobs = {"project": settings.logger.project, "entity": settings.logger.entity, "mode": settings.logger.mode}
-    logger = make_logger(settings.logger.name, **knobs)
+    logger = make_logger(**dataclasses.asdict(settings.logger))
     logger.start(Job(settings.cell, folder.path, settings.output_dir, choices, settings.config))
     parts: dict[str, Any] = {"provenance": started}
     build = functools.partial(build_record, cell=settings.cell, choices=choices, identity=identity(settings))
@@ -108,7 +110,7 @@ def _pipe(settings: Settings, folder: RunFolder, parts: dict[str, Any]) -> None:
 
 def _loaded(settings: Settings) -> tuple[Any, TaskSet | None, Context]:
     """Return the model, the task's documents (None: lm-eval brings its own), and the context to encode."""
-    loaded = model.load_once(settings.model, needs_full_layer=settings.method.needs_calibration)
+    loaded = model.load_once(settings.model, needs_full_layer=settings.method.needs_full_layer)
     set_options(loaded.model, Options(settings.model.attention, settings.model.prefill_chunk))
     if settings.task.kind == "lm_eval":
         return loaded, None, NOTHING
@@ -119,8 +121,15 @@ def _loaded(settings: Settings) -> tuple[Any, TaskSet | None, Context]:
         limit=settings.limit,
         data_dir=settings.data_dir,
     )
-    bare = settings.calibration.empty_prefix
-    return loaded, task, Context(task.context.header, ()) if bare else task.context
+    context = Context(task.context.header, ()) if settings.calibration.empty_prefix else task.context
+    longest = len(context) + max(len(document.query_ids) for document in task.documents) + task.max_new_tokens
+    if longest > (loaded.context_limit or longest):
+        log.warning(
+            "texts of up to %d tokens exceed the %d that this model was made for: lower task.context_tokens",
+            longest,
+            loaded.context_limit,
+        )
+    return loaded, task, context
 
 
 def _label_task(
@@ -152,8 +161,9 @@ def _stock_task(settings: Settings, loaded: Any, folder: RunFolder, watch: Stopw
         metrics, samples, digest = evaluate_stock(
             settings.task, KVLM(session, settings.batch_size), settings.limit, settings.seed
         )
-    folder.resume([[sample["id"] for sample in samples]])
-    folder.append(samples)
+    folder.check_inputs({"model_sha256": loaded.sha256, "data_sha256": digest})
+    if not folder.resume([[sample["id"] for sample in samples]]):
+        folder.append(samples)
     usage = cache_usage(loaded.model, session.context(NOTHING), 0, 0)
     return Answered(metrics, usage, None, session.decoded, digest)
 
@@ -194,16 +204,16 @@ def _answer(
     if settings.fidelity:
         reference = KVLM(Session(session.loaded, Full(), None, Budget(None)), size)
     evaluation = LabelEvaluation(adapter, task, context, settings.seed, reference)
-    batches = [documents[at : at + size] for at in range(0, len(documents), size)]
+    batches = batched(documents, size)
     done = folder.resume([[document.id for document in batch] for batch in batches])
-    if done < len(batches):
-        evaluation.measure_bias(size)
-    for batch in track(batches[done:], f"{settings.choices['task']} {settings.choices['method']}", unit="batches"):
+    evaluation.measure_bias(size)  # also when all samples are there: the record tells what this process did
+    what = f"{settings.choices['task']} {settings.choices['method']}"
+    for batch in track(batches[done:], what, unit="batches"):
         folder.append(evaluation.score(batch))
     decay = None
     if reference is not None and settings.method.family == "memory":
-        probes = evaluation.instances(documents[: min(size, DECAY_QUERIES)])
-        decay = prefix_decay(reference.batch(probes), adapter.batch(probes), DECAY_TOKENS)
+        asked = [evaluation.instances(batch) for batch in batched(documents[:DECAY_QUERIES], size)]
+        decay = prefix_decay(((reference.batch(i), adapter.batch(i)) for i in asked), DECAY_TOKENS)
     return folder.samples(), decay
 
 

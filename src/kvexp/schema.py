@@ -142,6 +142,20 @@ def _settings(
             f"method={choices['method']} serves only tasks with one context for all queries, and"
             f" {choices['task']} has one for each: take method=full, or a task such as intents"
         )
+    if task.kind == "lm_eval" and method.id != "full":
+        raise UserError(
+            f"method={choices['method']} cannot serve task={choices['task']}, whose prompts have no context"
+            " apart from the query: take method=full"
+        )
+    if task.kind == "lm_eval" and values["split"] != "test":
+        raise UserError(
+            "split=validation means nothing to a stock task: leave it out, or name a task of that split"
+        )
+    if method.needs_full_layer and not model.full_attention:
+        raise UserError(
+            f"method={choices['method']} needs a layer that attends to the whole context, and every layer of"
+            f" model={choices['model']} has a sliding window: take method=full or another model"
+        )
     _check_values(values)
     shared_tokens = getattr(task, "context_tokens", None) if task.shared_context else None
     budget = Budget.parse(values["budget"], shared_tokens)  # checked also where the method ignores it

@@ -52,6 +52,12 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     return [found[index] for index in sorted(found)]
 
 
+def _refuse_uncached(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook on the model: `generate` would feed the cache all tokens anew at each step."""
+    if kwargs.get("use_cache") is False and kwargs.get("cache") is not None:
+        raise RuntimeError("a kvexp cache was passed with use_cache=False: leave use_cache on")
+
+
 @contextmanager
 def attached(model: Any, tap: bool = False) -> Iterator[None]:
     """Run `model` with the kvexp attention function; on exit it is as it was. May be nested."""
@@ -59,7 +65,7 @@ def attached(model: Any, tap: bool = False) -> Iterator[None]:
     family = families.of(config)
     register()
     before = model.config._attn_implementation
-    handles = []
+    handles = [model.register_forward_pre_hook(_refuse_uncached, with_kwargs=True)]
     try:
         model.set_attn_implementation(NAME)
         for module in attention_modules(model) if tap else ():

@@ -81,9 +81,7 @@ def _reference(query, key, value, scale, visible, causal):
         visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse[..., None].nan_to_num(neginf=0.0)).exp()
-    return (weights @ value).to(query.dtype), lse
+    return (scores.softmax(-1) @ value).to(query.dtype), scores.logsumexp(-1)
 
 
 def _flash_cpu(query, key, value, scale, visible, causal):
@@ -95,11 +93,9 @@ def _flash_cpu(query, key, value, scale, visible, causal):
     elif width > key.shape[-1]:
         query, key = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key))
     mask = None
-    if visible is not None:  # the kernel takes an additive mask, and wants it on every batch row and head
-        mask = torch.zeros(visible.shape, dtype=query.dtype, device=query.device)
-        mask = mask.masked_fill(~visible, -torch.inf)
-        if mask.dim() == 2:
-            mask = mask[None, None]
+    if visible is not None:  # the kernel takes an additive mask of four axes, or of two
+        mask = torch.zeros(visible.shape, dtype=query.dtype).masked_fill(~visible, -torch.inf)
+        mask = mask[(None,) * (4 - mask.dim())]
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, attn_mask=mask, scale=scale
     )

@@ -9,11 +9,13 @@ import torch
 from kvexp.attention import families
 
 
-def rotate(model: Any, query: torch.Tensor, positions: torch.Tensor, layer_index: int) -> torch.Tensor:
+def rotate(
+    model: Any, query: torch.Tensor, positions: torch.Tensor, layer_index: int, scaled: bool = False
+) -> torch.Tensor:
     """Return q [B, H, T, D] rotated at `positions` [T], as layer `layer_index` of `model` would.
 
     The result has the pairs where they were (MLA's own code also reorders them, which no dot product sees).
-    The table's attention scaling (YaRN) is divided out, so that the map is a pure rotation.
+    The table's attention scaling (YaRN) is divided out, so that the map is a pure rotation, unless `scaled`.
     """
     config = model.config.get_text_config()
     family = families.of(config)
@@ -22,7 +24,7 @@ def rotate(model: Any, query: torch.Tensor, positions: torch.Tensor, layer_index
     rotary = model.base_model.rotary_emb
     kind = (config.layer_types[layer_index],) if family.typed_rotary else ()
     like = query.new_empty(0, dtype=torch.float32)  # the table takes its device and dtype from here
-    scaling = attention_scaling(model, layer_index)
+    scaling = 1.0 if scaled else attention_scaling(model, layer_index)
     tables = rotary(like, positions.to(query.device)[None], *kind)
     cos, sin = (_angles(table[0] / scaling, family.table).to(query.dtype) for table in tables)
     width = 2 * cos.shape[-1]

@@ -88,10 +88,6 @@ class DenseLayer(CacheLayerMixin):
         """Append [B, H, T, D] rows and hand this layer to the attention function; return all own rows."""
         if kwargs is None:
             raise RuntimeError("this model does not pass its keywords to the cache: it is not supported")
-        if kwargs.get("use_cache") is False:
-            raise RuntimeError(
-                "a kvexp cache with use_cache=False would be fed every token again: leave it on"
-            )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         length = key_states.shape[-2]

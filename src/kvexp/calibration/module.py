@@ -1,13 +1,12 @@
 """The LightningModule of calibration: a forward for each batch, no gradients, nothing fitted.
 
-More devices only means another trainer: Lightning shards the batches (`predict` neither repeats nor pads), every
-rank writes its own shard, and rank 0 goes on with all of them in rank order.
+More devices only means another trainer: Lightning shards the batches (`predict` neither repeats nor pads),
+every rank writes its own shard, and rank 0 goes on with all of them in rank order.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from kvexp.calibration.store import COLLECTED
+from kvexp.errors import UserError
+from kvexp.logs import rank
 from kvexp.progress import track
 
 SORT_WINDOW = 8  # batches whose items are sorted by length together, so that little is padded
@@ -52,13 +53,15 @@ class Batches(Dataset):
 class Bar(lightning.Callback):
     """Progress of `predict` with rate and time left."""
 
-    def __init__(self, what: str, total: int, size: int) -> None:
-        self.what, self.total, self.size = what, total, size
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.steps: Iterator[int] | None = None
 
     def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
-        """Open the bar on rank 0."""
-        batches = -(-self.total // max(1, trainer.world_size))
-        self.steps = iter(track(range(batches), self.what, batches, "batches")) if trainer.is_global_zero else None
+        """Open the bar on rank 0, over its own share of the batches."""
+        if trainer.is_global_zero:
+            batches = int(trainer.num_predict_batches[0])
+            self.steps = iter(track(range(batches), self.what, batches, "batches"))
 
     def on_predict_batch_start(self, *args: Any, **kwargs: Any) -> None:
         """Advance it."""
@@ -91,7 +94,7 @@ class Runner:
     @property
     def folder(self) -> Path:
         """Where this rank writes samples."""
-        return self._root / f"rank-{int(os.environ.get('LOCAL_RANK', 0)):03d}"
+        return self._root / f"rank-{rank():03d}"
 
     @property
     def collected(self) -> bool:
@@ -100,16 +103,16 @@ class Runner:
 
     def run(self, step: Callable[[list[Any]], None], items: Sequence[Any], what: str) -> None:
         """Call `step` once for each batch of this rank's items, without gradients."""
-        batches = planned(items, self.batch_size)
         with quiet_lightning():
             self.trainer = self._make_trainer(
                 logger=False,
                 enable_checkpointing=False,
                 enable_model_summary=False,
                 enable_progress_bar=False,
-                callbacks=[Bar(what, len(batches), self.batch_size)],
+                callbacks=[Bar(what)],
             )
-            loader = DataLoader(Batches(batches), batch_size=None)
+            batches = planned(items, self.batch_size, self.trainer.world_size)
+            loader = DataLoader(Batches(batches), batch_size=None, collate_fn=list)  # token ids as they are
             with torch.no_grad():
                 self.trainer.predict(CalibrationModule(step), loader, return_predictions=False)
 
@@ -117,9 +120,9 @@ class Runner:
         """Wait for all ranks, and return their folders in rank order; only rank 0 goes on from here."""
         if self.trainer is not None:
             self.trainer.strategy.barrier("kvexp-shards")
-            if not self.trainer.is_global_zero:
-                raise SystemExit(0)
-            (self._root / COLLECTED).touch()
+        if rank() > 0:
+            raise SystemExit(0)
+        (self._root / COLLECTED).touch()
         return sorted(self._root.glob("rank-*"))
 
     def track(self, items: Iterable[Any], what: str, total: int | None = None) -> Iterator[Any]:
@@ -130,7 +133,9 @@ class Runner:
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
     """Keep Lightning's advertisements, and its advice that is wrong for calibration, out of the log."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch")]
+    loggers = [
+        logging.getLogger(name) for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch")
+    ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.WARNING)
@@ -144,8 +149,17 @@ def quiet_lightning() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def planned(items: Sequence[Any], size: int) -> list[list[Any]]:
-    """Cut items into batches; inside windows of a few batches they are sorted by length (stable)."""
+def planned(items: Sequence[Any], size: int, ranks: int = 1) -> list[list[Any]]:
+    """Cut items into batches; inside windows of a few batches they are sorted by length (stable).
+
+    Batches are smaller than `size` where that leaves a rank without one, which Lightning does not take.
+    Raises UserError for fewer items than ranks.
+    """
+    if len(items) < ranks:
+        raise UserError(
+            f"{len(items)} traces cannot be shared by {ranks} processes, use trainer.devices=1 or more traces"
+        )
+    size = min(size, len(items) // ranks)
     window, batches = size * SORT_WINDOW, []
     for at in range(0, len(items), window):
         part = sorted(items[at : at + window], key=len)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from kvexp.budget import Budget
-from kvexp.calibration.module import Runner
 from kvexp.calibration.store import Store
 from kvexp.errors import UserError
 from kvexp.methods.baseline.full import Full
@@ -20,7 +19,9 @@ from kvexp.tasks.evaluate import LabelEvaluation
 from kvexp.tasks.session import Session
 
 
-def draw_traces(spec: Any, source: TaskSet, loaded: Any, context: Context, seed: int) -> list[tuple[int, ...]]:
+def draw_traces(
+    spec: Any, source: TaskSet, loaded: Any, context: Context, seed: int
+) -> list[tuple[int, ...]]:
     """Return the token ids of `spec.n` traces, labelled as `spec.labels` says.
 
     `model` lets the model itself answer each query under the full context, so that no gold label is used.
@@ -41,7 +42,9 @@ def _answered(spec, traces: list[Trace], source: TaskSet, loaded, context: Conte
             part = traces[at : at + spec.batch_size]
             scores = adapter.label_scores([scorer.instance(t.query_ids) for t in part], scorer.trie)
             chosen = scores.argmax(-1).tolist()
-            answered += [replace(t, answer_ids=source.answer_ids[i]) for t, i in zip(part, chosen, strict=True)]
+            answered += [
+                replace(t, answer_ids=source.answer_ids[i]) for t, i in zip(part, chosen, strict=True)
+            ]
     return answered
 
 
@@ -69,10 +72,18 @@ def prepare(
         "traces": hashlib.sha256(repr(traces).encode()).hexdigest()[:16],
         "format": FORMAT,
     }
-    facts = {"method": method.id, "knobs": method.stored_knobs(), **source, "budget": str(budget), "seed": seed}
+    facts = {
+        "method": method.id,
+        "knobs": method.stored_knobs(),
+        **source,
+        "budget": str(budget),
+        "seed": seed,
+    }
     store = Store(store_dir)
 
     def build() -> StateMemory:
+        from kvexp.calibration.module import Runner  # Lightning is slow to import
+
         with store.samples({**source, **method.sample_knobs()}, keep_samples) as samples:
             runner = Runner(context, traces, samples, make_trainer, batch_size, seed)
             return method.prepare(loaded.model, runner, budget)

@@ -36,9 +36,10 @@ class Store:
 
     @contextmanager
     def samples(self, facts: dict[str, Any], keep: bool) -> Iterator[Path]:
-        """The folder of the samples that `facts` describe, the same for every rank; removed at the end unless kept.
+        """The folder of the samples that `facts` describe, the same for every rank; removed unless kept.
 
-        One cell at a time works in it; another that wants the same samples finds them there when they are kept.
+        One cell at a time works in it; another that wants the same samples finds them there when they are
+        kept.
         """
         folder = self.root / f"samples-{fingerprint(facts)}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,6 +55,7 @@ class Store:
                 yield folder
             finally:
                 if not keep:
+                    (folder / COLLECTED).unlink(missing_ok=True)  # first: a kill from here on leaves a rest
                     shutil.rmtree(folder, ignore_errors=True)
 
     def get(
@@ -70,7 +72,9 @@ class Store:
         """
         folder = self.root / f"{name}-{fingerprint(facts)}"
         folder.mkdir(parents=True, exist_ok=True)
-        with file_lock(folder / ".lock") if rank() == 0 else nullcontext():  # other ranks help rank 0 to build
+        with (
+            file_lock(folder / ".lock") if rank() == 0 else nullcontext()
+        ):  # other ranks help rank 0 to build
             if (folder / "manifest.json").exists():
                 log.info("using the memory in %s", folder)
                 return load(folder, facts), folder, False

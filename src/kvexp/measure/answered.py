@@ -24,7 +24,12 @@ class Answered:
     data_sha256: str | None
 
     def sections(self, watch: Stopwatch) -> dict[str, Any]:
-        """Return the record's sections `metrics`, `cache`, `fidelity` and `timing`."""
+        """Return the record's sections `metrics`, `cache`, `fidelity` and `timing`.
+
+        `prepare_s` holds the encoding of the prefix by methods that prepare (once, for all their traces);
+        `encode_s` is then only what it takes to put a cache on the finished memory. `first_token_s` is the
+        mean over batches of queries, from an encoded context to logits.
+        """
         timing = {
             "prepare_s": watch.seconds("prepare"),
             "encode_s": watch.seconds("encode"),
@@ -36,12 +41,12 @@ class Answered:
 
 
 def check_counters(method: Any, budget: Budget, cache: dict[str, Any]) -> None:
-    """Raise NothingHappened when a counter that the method declares is zero though the context is over the budget."""
+    """Raise NothingHappened when the context exceeds the budget and a declared counter stayed at zero."""
     if budget.rows is None or cache["context_tokens"] <= budget.rows:
         return
     for name in method.expects:
         if not cache.get(name, 0):
             raise NothingHappened(
-                f"{method.id} declares that it counts '{name}' when the context ({cache['context_tokens']} tokens) "
-                f"exceeds the budget ({budget}), but nothing was counted: the method was bypassed"
+                f"{method.id} declares that it counts '{name}' when the context ({cache['context_tokens']} "
+                f"tokens) exceeds the budget ({budget}), but nothing was counted: the method was bypassed"
             )

@@ -1,8 +1,8 @@
 """What every method is: a frozen dataclass whose fields are its knobs, with three verbs that have defaults.
 
-`prepare` learns something from calibration, `encode` turns a context into a cache, `attach` switches the model
-over. `full` overrides none of them. A method's module imports torch only inside its verbs, so that its knobs are
-checked before anything heavy loads.
+`prepare` learns something from calibration, `encode` turns a context into a cache, `attach` switches the
+model over. `full` overrides none of them. A method's module imports torch only inside its verbs, so that its
+knobs are checked before anything heavy loads.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from kvexp.prompt import Context
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     from kvexp.budget import Budget
     from kvexp.cache.kv_cache import KVCache
-    from kvexp.prompt import Context
 
 
 class Memory(Protocol):
@@ -31,7 +32,7 @@ class Memory(Protocol):
 
 
 class Calibration(Protocol):
-    """What `prepare` is given: the text to learn from, and a runner that shows progress and knows its rank."""
+    """What `prepare` is given: the text to learn from, and a runner that shows progress, one on each rank."""
 
     context: Context
     traces: Sequence[Sequence[int]]  # token ids of each trace, as they follow the context
@@ -61,8 +62,11 @@ class Method:
     paper: ClassVar[str] = ""
     needs_shared_context: ClassVar[bool] = False  # serves only tasks with one context for all queries
     needs_calibration: ClassVar[bool] = False
+    needs_full_layer: ClassVar[bool] = False  # needs a layer that attends to the whole context
     uses_budget: ClassVar[bool] = True  # else every budget is the same cell, `full`
-    expects: ClassVar[tuple[str, ...]] = ()  # counters that must be above zero when the context exceeds the budget
+    expects: ClassVar[
+        tuple[str, ...]
+    ] = ()  # counters that must be above zero when the context exceeds the budget
     taps: ClassVar[bool] = False  # whether its layers read pre-RoPE queries
 
     def prepare(self, model: Any, calibration: Calibration, budget: Budget) -> Any:
@@ -80,7 +84,7 @@ class Method:
 
     def select(self, context: Context | Sequence[int], budget: Budget | None) -> Sequence[int]:
         """Return the token ids that are really encoded (text-level methods choose some)."""
-        return getattr(context, "ids", context)
+        return context.ids if isinstance(context, Context) else context
 
     @contextmanager
     def attach(self, model: Any, memory: Any = None) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """The folder of one run, safe against kills and against other starts of the same cell.
 
 config.yaml    resolved configuration
+inputs.json    sha256 of the model and the data, so that a run goes on with the same ones only
 record.json    the result (`kvexp.report.record`)
 samples.jsonl  one line for each document (`kvexp.report.samples`)
 memory.json    pointer to the calibration artefact in use
@@ -27,7 +28,7 @@ Status = Literal["complete", "partial", "new"]
 
 # The record goes first when files are set aside: a kill in between leaves a partial run, never a result
 # without samples.
-FILES = ("record.json", "samples.jsonl", "memory.json", "config.yaml")
+FILES = ("record.json", "samples.jsonl", "memory.json", "inputs.json", "config.yaml")
 
 
 class RunFolder:
@@ -88,8 +89,8 @@ class RunFolder:
             for name, value in hashes.items():
                 if before.get(name, value) != value:
                     raise UserError(
-                        f"{name} changed since this run was interrupted ({before[name][:12]} before, {value[:12]} "
-                        "now): start with resume=false, which runs the cell anew"
+                        f"{name} changed since this run was interrupted ({before[name][:12]} before, "
+                        f"{value[:12]} now): start with resume=false, which runs the cell anew"
                     )
         write_atomic(path, (json.dumps(dict(hashes), indent=2) + "\n").encode())
 

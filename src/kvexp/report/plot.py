@@ -34,7 +34,13 @@ def storage_plot(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
             value = sum(metric["value"] for metric in found) / len(found)
             error = sum(metric["stderr"] ** 2 for metric in found) ** 0.5 / len(found)
             axis.errorbar(
-                sum(stored) / len(stored), value, yerr=error, fmt=marker, capsize=4, markersize=8, label=row.label
+                sum(stored) / len(stored),
+                value,
+                yerr=error,
+                fmt=marker,
+                capsize=4,
+                markersize=8,
+                label=row.label,
             )
         axis.set_title(title)
         axis.set_xlabel("storage, KV-token equivalents")

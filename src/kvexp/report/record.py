@@ -1,7 +1,10 @@
 """`record.json`, schema 1: what one cell of the grid cost and what it scored.
 
 Fields may be added freely; the meaning of one never changes. Counts of rows and entries are per layer and KV
-head, bytes are bytes, times are seconds.
+head, bytes are bytes, times are seconds: prepare_s to build or load a memory (the prefix is encoded there),
+encode_s from a context to a cache that queries fork, first_token_s from there to the logits of one batch of
+queries (mean over batches), total_s everything, loading included. decode_tokens_per_s counts the tokens of
+all rows of a batch after their first.
 """
 
 from __future__ import annotations

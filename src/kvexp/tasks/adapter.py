@@ -1,9 +1,9 @@
 """kvexp as a model of lm-eval: whole Instances in, scores out, everything through the method.
 
-An Instance of our own tasks carries its context and query apart (`query_instance`): the context is encoded once and
-every query runs on a fork. An Instance of a stock task is one flat prompt and runs as a query on an empty context,
-which is right for `full` only. Both go through `QueryBatch`; lm-eval's own HFLM is not inherited, since it scores
-in plain forwards that would bypass the method. For flat prompts the numbers are those of HFLM.
+An Instance of our own tasks carries its context and query apart (`query_instance`): the context is encoded
+once and every query runs on a fork. An Instance of a stock task is one flat prompt and runs as a query on an
+empty context, which is right for `full` only, and gives the numbers of lm-eval's own HFLM. Both go through
+`QueryBatch`; HFLM is not inherited, since it scores in plain forwards that would bypass the method.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Prompt(NamedTuple):
 
 
 def query_instance(context: Context, query_ids: Sequence[int], text: str = "", answer: str = "") -> Instance:
-    """Return an Instance that carries its context and query apart; `text` is the query's, `answer` follows it."""
+    """Return an Instance that carries its context and query apart; `answer` follows the query `text`."""
     return Instance("loglikelihood", {"context": context, "query_ids": query_ids}, (text, answer), 0)
 
 
@@ -79,18 +79,13 @@ class KVLM(TemplateLM):
         """Name of the tokenizer, for lm-eval's cache of prompts."""
         return self.tokenizer.name_or_path.replace("/", "__")
 
-    def apply_chat_template(
-        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
-    ) -> str:
-        """Return the text of a conversation in the model's chat format. Raises UserError where it has none."""
+    def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> str:
+        """Return a conversation in the model's chat format. Raises UserError where it has none."""
         if not self.tokenizer.chat_template:
             raise UserError("this model has no chat template: leave task.apply_chat_template=false")
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        more = {"add_generation_prompt": add_generation_prompt}
+        more["continue_final_message"] = not add_generation_prompt
+        return self.tokenizer.apply_chat_template(chat_history, tokenize=False, **more)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Token ids; None adds the tokenizer's own special tokens, but never a second BOS, as in HFLM."""
@@ -105,6 +100,7 @@ class KVLM(TemplateLM):
             raise ValueError("the instances of a batch must share their context")
         queries = tuple(tuple(instance.doc["query_ids"]) for instance in instances)
         if self._latest is None or self._latest[0] != (context.key, queries):
+            self._latest = None  # two batches at once would hold twice the memory
             self._latest = (context.key, queries), self.session.run(context, queries)
         return self._latest[1]
 
@@ -142,23 +138,17 @@ class KVLM(TemplateLM):
         """Score continuations: (sum of log-probabilities, whether greedy decoding gives it)."""
         prompts = [parts_of(request) for request in requests]
         pairs = list(zip(requests, prompts, strict=True))
-        flat = super().loglikelihood([r for r, prompt in pairs if prompt is None], disable_tqdm=True)
-        ours = self._scored([(p, self._encode_pair(*r.args)[1]) for r, p in pairs if p is not None])
-        results = iter(flat), iter(ours)
-        return [next(results[prompt is not None]) for prompt in prompts]
+        flat = iter(super().loglikelihood([r for r, p in pairs if p is None], disable_tqdm=True))
+        ours = iter(self._scored([(p, self._encode_pair(*r.args)[1]) for r, p in pairs if p is not None]))
+        return [next(flat if prompt is None else ours) for prompt in prompts]
 
     def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **options: Any
     ) -> list[tuple[float, bool]]:
         """Score continuations of flat prompts; an over-long one is cut on the left, as HFLM does."""
         pairs = []
-        for _, context, answer in requests:
-            if len(answer) > self.max_length:
-                raise UserError(
-                    f"an answer of {len(answer)} tokens is longer than this model's context of {self.max_length}: "
-                    "choose another model or task"
-                )
-            pairs.append((Prompt(NOTHING, self._cut(context, self.max_length + 1 - len(answer))), answer))
+        for _, context, answer in requests:  # the last token of an answer is never fed
+            pairs.append((Prompt(NOTHING, self._cut(context, len(answer) - 1)), answer))
         return self._scored(pairs)
 
     def _scored(self, pairs: Sequence[tuple[Prompt, Sequence[int]]]) -> list[tuple[float, bool]]:
@@ -181,12 +171,16 @@ class KVLM(TemplateLM):
             batches += [rows[at : at + self.batch_size] for at in range(0, len(rows), self.batch_size)]
         yield from track(batches, what, len(batches), "batches")
 
-    def _cut(self, ids: list[int], room: int) -> list[int]:
-        """Keep the last `room` tokens."""
-        if len(ids) > room:
-            log.warning(
-                "a prompt of %d tokens is cut on the left to %d: the model takes no more", len(ids), room
+    def _cut(self, ids: list[int], reserved: int) -> list[int]:
+        """Return the last ids that leave `reserved` tokens of the model's context to an answer."""
+        room = self.max_length - reserved
+        if room < 1:
+            raise UserError(
+                f"this task has answers of {reserved} tokens, and the model takes {self.max_length} in all: "
+                "choose another model or task"
             )
+        if len(ids) > room:
+            log.warning("a prompt of %d tokens is cut on the left: the model takes %d", len(ids), room)
         return ids[max(0, len(ids) - room) :]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -216,12 +210,7 @@ class KVLM(TemplateLM):
     def _prompt(self, request: Instance, limit: int) -> Prompt:
         if (prompt := parts_of(request)) is not None:
             return prompt
-        if limit >= self.max_length:
-            raise UserError(
-                f"this task generates up to {limit} tokens, and the model's context holds {self.max_length}: "
-                "choose another model or task"
-            )
-        ids = self._cut(self.tok_encode(request.args[0]), self.max_length - limit)
+        ids = self._cut(self.tok_encode(request.args[0]), limit)
         return Prompt(NOTHING, ids or [self.prefix_token_id])
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:

@@ -1,23 +1,26 @@
 """Label tasks: score documents batch by batch, through the adapter, into lines of samples.jsonl.
 
-Each document is scored three ways from one forward of its query: the label with the largest probability over the
-label trie (`accuracy`), the same after subtracting each label's mean log-probability over unlabelled queries under
-the same method and context (`accuracy_calibrated`), and the first line of free greedy generation (`accuracy_free`).
+Each document is scored three ways from one forward of its query: the label with the largest probability over
+the label trie (`accuracy`), the same after subtracting each label's mean log-probability over unlabelled
+queries under the same method and context (`accuracy_calibrated`), and the first line of free greedy
+generation (`accuracy_free`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lm_eval.api.instance import Instance
 
 from kvexp.prompt import Context
-from kvexp.tasks.adapter import KVLM
+from kvexp.tasks.adapter import KVLM, query_instance
 from kvexp.tasks.base import Document, TaskSet
-from kvexp.tasks.metrics import first_line
+from kvexp.tasks.metrics import first_line, same
 from kvexp.tasks.trie import Trie
+
+Item = TypeVar("Item")
 
 
 class LabelEvaluation:
@@ -38,15 +41,13 @@ class LabelEvaluation:
 
     def instance(self, query_ids: Sequence[int], query: str = "") -> Instance:
         """Return the Instance of one query on this evaluation's context."""
-        doc = {"context": self.context, "query_ids": query_ids}
-        return Instance("loglikelihood", doc, (query, ""), 0)
+        return query_instance(self.context, query_ids, query)
 
     def measure_bias(self, batch_size: int) -> None:
         """Average each label's log-probability over the unlabelled calibration queries."""
-        queries = self.task.calibration_queries
         scores = [
-            self.adapter.label_scores([self.instance(q) for q in queries[i : i + batch_size]], self.trie)
-            for i in range(0, len(queries), batch_size)
+            self.adapter.label_scores([self.instance(query) for query in queries], self.trie)
+            for queries in batched(self.task.calibration_queries, batch_size)
         ]
         self.bias = torch.cat(scores).mean(0)
 
@@ -83,16 +84,22 @@ class LabelEvaluation:
         return samples
 
     def _correct(self, document: Document, answers: dict[str, str]) -> dict[str, float]:
-        names = {"answer": "accuracy", "answer_calibrated": "accuracy_calibrated", "answer_free": "accuracy_free"}
-        found = {names[name]: float(answer == document.expected) for name, answer in answers.items()}
+        names = {
+            "answer": "accuracy",
+            "answer_calibrated": "accuracy_calibrated",
+            "answer_free": "accuracy_free",
+        }
+        found = {names[name]: float(same(answer, document.expected)) for name, answer in answers.items()}
         if self.task.permutation is not None:  # what the permuted context says
             shown = self.task.permutation[document.expected]
             found["accuracy_permuted"] = float(answers["answer"] == shown)
             found["accuracy_permuted_calibrated"] = float(answers["answer_calibrated"] == shown)
         return found
 
-    def fidelity(self, instances: Sequence[Instance], documents: Sequence[Document]) -> list[dict[str, float]]:
-        """KL(full || method) in nats and top-1 agreement over each document's teacher-forced answer tokens."""
+    def fidelity(
+        self, instances: Sequence[Instance], documents: Sequence[Document]
+    ) -> list[dict[str, float]]:
+        """KL(full || method) in nats and top-1 agreement, means over a document's teacher-forced answer."""
         if self.reference is None:
             return [{} for _ in documents]
         answers = [d.expected_ids for d in documents]
@@ -104,3 +111,8 @@ class LabelEvaluation:
             agreement = (p.argmax(-1) == q.argmax(-1)).float().mean()
             results.append({"kl": float(kl), "top1_agreement": float(agreement)})
         return results
+
+
+def batched(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
+    """Cut items into runs of `size`, the last one shorter where they do not come out even."""
+    return [items[at : at + size] for at in range(0, len(items), size)]

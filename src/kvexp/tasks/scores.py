@@ -20,7 +20,9 @@ def label_metrics(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
     expected = [sample["expected"] for sample in samples]
     found["macro_f1"] = metrics.macro_f1(expected, [sample["answer"] for sample in samples])
-    found["macro_f1_calibrated"] = metrics.macro_f1(expected, [sample["answer_calibrated"] for sample in samples])
+    found["macro_f1_calibrated"] = metrics.macro_f1(
+        expected, [sample["answer_calibrated"] for sample in samples]
+    )
     return found
 
 

@@ -11,7 +11,6 @@ from kvexp.cache.kv_cache import KVCache
 from kvexp.prompt import Context, bos_ids
 from kvexp.tasks.batch import QueryBatch
 
-
 Watch = Callable[[str], AbstractContextManager[None]]  # times a named span
 
 

@@ -1,4 +1,4 @@
-"""The floor: the model sees the header of the prompt (BOS and description), and none of the demonstrations."""
+"""The floor: the model sees the header of the prompt (BOS and description) and none of the demonstrations."""
 
 from __future__ import annotations
 

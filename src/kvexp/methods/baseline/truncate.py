@@ -1,7 +1,7 @@
 """In-context learning at a smaller budget: BOS and header, then as many whole demonstrations as fit.
 
-This is the papers' "ICL at this budget". `keep=head` takes the first demonstrations (the papers' prefix of the
-same data), `keep=tail` the last ones.
+This is the papers' "ICL at this budget". `keep=head` takes the first demonstrations (the papers' prefix of
+the same data), `keep=tail` the last ones.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvexp.errors import UserError
 from kvexp.methods.base import Method
+from kvexp.prompt import Context
 
 if TYPE_CHECKING:
     from kvexp.budget import Budget
-    from kvexp.prompt import Context
 
 
 @dataclass(frozen=True)
@@ -29,20 +29,19 @@ class Truncate(Method):
 
     def select(self, context: Context | Sequence[int], budget: Budget | None) -> Sequence[int]:
         """Return header + the demonstrations that fit; of a plain list of ids, its first or last tokens."""
-        ids = list(getattr(context, "ids", context))
-        if budget is None or budget.rows is None or len(ids) <= budget.rows:
-            return ids
-        room = budget.rows - len(getattr(context, "header", ()))
+        if not isinstance(context, Context):
+            context = Context((), tuple((token,) for token in context))
+        if budget is None or budget.rows is None or len(context) <= budget.rows:
+            return context.ids
+        room = budget.rows - len(context.header)
         if room < 0:
             raise UserError(
-                f"budget={budget} is smaller than the prompt's header of {budget.rows - room} tokens, "
-                f"use budget={budget.rows - room} or more"
+                f"budget={budget} is smaller than the prompt's header of {len(context.header)} tokens, "
+                f"use budget={len(context.header)} or more"
             )
-        if not hasattr(context, "chunks"):
-            return ids[:room] if self.keep == "head" else ids[len(ids) - room :]
-        chunks = list(context.chunks)
+        chunks = list(context.chunks) if self.keep == "head" else list(reversed(context.chunks))
         kept: list[Sequence[int]] = []
-        for chunk in chunks if self.keep == "head" else reversed(chunks):
+        for chunk in chunks:
             if len(chunk) > room:
                 break
             room -= len(chunk)

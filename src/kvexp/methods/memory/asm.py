@@ -1,16 +1,16 @@
 """Attention-State Memory: the prefix becomes a lookup table of attention outputs.
 
-For a fixed prefix the pair (a, log Z), its attention output and log-sum-exp, is a function of the query alone. ASM
-runs *traces* (prompts of the same distribution) behind the prefix, clusters their queries, and keeps for each
-cluster the aggregated state. At inference the prefix is gone: each query takes the entry k with the largest cosine
-to its key-space query and merges it with attention over its own few rows,
+For a fixed prefix the pair (a, log Z), its attention output and log-sum-exp, is a function of the query
+alone. ASM runs *traces* (prompts of the same distribution) behind the prefix, clusters their queries, and
+keeps for each cluster the aggregated state. At inference the prefix is gone: each query takes the entry k of
+the largest cosine to its key-space query and merges it with attention over its own few rows,
 
     w = sigmoid(log Z_k - s_local),    out = a_local + w (a_k - a_local).
 
-Source: "Context Memorization for Efficient Long Context Generation" (attention-state memory, ASM). `aggregate=eq5`
-is the paper's equation 5; the rest of its open points are knobs. Departures, all off by default: plain means
-(`aggregate=mean`), a linear residual correction, a first-order term for log Z (`slope`), int8 entries.
-Lookup is a cosine argmax as in the paper; k-means is L2, which the paper leaves open.
+Source: "Context Memorization for Efficient Long Context Generation" (attention-state memory, ASM).
+`aggregate=eq5` is the paper's equation 5; the rest of its open points are knobs. Departures, all off by
+default: plain means (`aggregate=mean`), a linear residual correction, a first-order term for log Z (`slope`),
+int8 entries. Lookup is a cosine argmax as in the paper; k-means is L2, which the paper leaves open.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from kvexp.methods.memory.states import StateMemory
     from kvexp.prompt import Context
 
-SAMPLE_KNOBS = ("key", "unified_position", "chunks", "chunk_merge", "samples", "slope")  # decide what is collected
-INFERENCE_KNOBS = ("lookup", "cells", "probe", "recall", "bos_in_query")  # do not change what is stored
+# The knobs that decide what is collected, and those that do not change what is stored.
+SAMPLE_KNOBS = ("key", "unified_position", "chunks", "chunk_merge", "samples", "slope")
+INFERENCE_KNOBS = ("lookup", "cells", "probe", "recall", "bos_in_query")
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,20 @@ class ASM(Method):
     layout: which heads share an entry (see Grouping); `heads_per_entry` overrides how many of a group join.
     match: `entries` K = budget, `traffic` equal key bytes per step, `storage` equal bytes held.
     aggregate: `eq5` mass-weighted (paper), `mean` plain means of a and log Z.
-    key: queries before RoPE, at one common position (`rope_unified`, provably the same), or rotated (`rope_actual`).
+    key: queries before RoPE, at one position (`rope_unified`, provably the same), or rotated (`rope_actual`).
     whiten: `full` (shrunk, per head) or `diagonal` before clustering and lookup.
     kmeans, iterations, metric, init, backend: clustering; iterations are Lloyd steps or mini-batch passes.
     final: which assignment the final pass aggregates over, `l2` or `cosine` (the lookup's).
     samples: precision of the collected samples that are spilled to disk (log Z is always float32).
     chunks: parts of the prefix that are encoded on their own; chunk_merge `mean` pools their samples (paper),
-    `sum` adds the masses. entries: numbers are kept in the model's dtype or as `int8` with a scale per vector.
-    lookup: `flat`, or `two_level` with `cells` first-level cells (null: 64 up to K = 4,096, then 128) of which
-    `probe` are searched; recall=true also searches flat and reports agreement. bos_in_query: put BOS before a query.
+    `sum` adds the masses.
+    residual, ridge: a linear correction of (a, log Z) by the query's offset from its centroid, and the
+    penalty of its fit.
+    slope: the first-order term of log Z in that offset, from the mean attended key of each entry.
+    entries: numbers are kept in the model's dtype or as `int8` with a scale per vector.
+    lookup: `flat`, or `two_level` with `cells` first-level cells (null: 64 up to K = 4,096, then 128), of
+    which `probe` are searched; recall=true also searches flat and reports agreement.
+    bos_in_query: put BOS before a query.
     """
 
     id: ClassVar[str] = "asm"
@@ -55,6 +61,7 @@ class ASM(Method):
     paper: ClassVar[str] = "Context Memorization for Efficient Long Context Generation"
     needs_shared_context: ClassVar[bool] = True
     needs_calibration: ClassVar[bool] = True
+    needs_full_layer: ClassVar[bool] = True
     expects: ClassVar[tuple[str, ...]] = ("looked_up",)
     taps: ClassVar[bool] = True
 
@@ -89,7 +96,9 @@ class ASM(Method):
         for name in ("iterations", "chunks", "probe", "cells", "heads_per_entry"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UserError(f"method.{name}={value} is not a positive number, use method.{name}=1 or more")
+                raise UserError(
+                    f"method.{name}={value} is not a positive number, use method.{name}=1 or more"
+                )
         if self.unified_position < 0:
             raise UserError("method.unified_position is a position in tokens, use 0 or more")
         if not self.ridge > 0:
@@ -129,5 +138,5 @@ class ASM(Method):
         return {name: value for name, value in asdict(self).items() if name not in INFERENCE_KNOBS}
 
     def sample_knobs(self) -> dict[str, Any]:
-        """The knobs that decide what is collected: memories that share them can be built from the same samples."""
+        """The knobs that decide what is collected; memories that share them can share their samples."""
         return {name: getattr(self, name) for name in SAMPLE_KNOBS}

@@ -1,15 +1,15 @@
 """From samples to entries: cluster the queries of each codebook, then aggregate the states of each cluster.
 
-Everything streams over the store's blocks, one layer at a time, so that memory does not grow with the number of
-traces. The final pass assigns every sample once more to the finished centroids (`method.final`: by the distance
-that clustering used, or by the cosine that lookups use) and rebuilds the states from scratch, so that no entry
-holds members from early, drifting centroids.
+Everything streams over the store's blocks, one layer at a time, so that memory does not grow with the number
+of traces. The final pass assigns every sample once more to the finished centroids (`method.final`: by the
+distance that clustering used, or by the cosine that lookups use) and builds the states from scratch, so that
+no entry holds members from early, drifting centroids.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvexp.methods.memory.grouping import Grouping
+from kvexp.methods.memory.lookup import log_z_shift
 from kvexp.methods.memory.states import LayerMemory
 from kvexp.stats import kmeans, whiten
 from kvexp.stats.ridge import RidgeRegression
@@ -24,33 +25,37 @@ from kvexp.stats.samples import SampleStore
 from kvexp.stats.states import StateAccumulator
 from kvexp_kernels.lookup.reference import quantise_keys
 
-BLOCK_BYTES = 16 << 20  # size of a block of queries in float32
-IN_MEMORY_BYTES = 192 << 20  # a layer's queries stay in memory up to this size: a fixed bound, not the data's
+BLOCK_BYTES = 16 << 20  # size of a block of queries
+IN_MEMORY_BYTES = 192 << 20  # queries are read once, and not at each pass, up to this size: a fixed bound
 WHITEN_SAMPLES = 20_000
-
-Block = dict[str, Tensor]
 
 
 class LayerBuilder:
-    """Builds the entries of one layer from a sample store."""
+    """Builds the entries of one layer from a sample store; distances are computed on `device`."""
 
-    def __init__(self, method: Any, store: SampleStore, layer: int, grouping: Grouping, k: int, seed: int) -> None:
-        self.method, self.store, self.layer = method, store, layer
+    def __init__(
+        self,
+        method: Any,
+        store: SampleStore,
+        layer: int,
+        grouping: Grouping,
+        k: int,
+        seed: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.method, self.store, self.layer, self.device = method, store, layer, device
         self.grouping, self.k, self.seed = grouping, k, seed
-        self.width = math.prod(store.fields["q"].shape)
-        self.block = max(256, BLOCK_BYTES // (4 * self.width))
+        q = store.fields["q"]
+        self._row_bytes = math.prod(q.shape) * (8 if q.dtype == "float64" else 4)
+        self.block = max(256, BLOCK_BYTES // self._row_bytes)
         self.whiten: Tensor | None = None
-        self._kept: list[Tensor] | None = None
 
     def build(self) -> LayerMemory:
         """Cluster, aggregate, and fit the corrections that the method asks for."""
         if self.method.whiten != "none":
             sample = self.store.sample(self.layer, WHITEN_SAMPLES, self.seed, ["q"])["q"]
             self.whiten = whiten.whitening_matrix(sample, diagonal=self.method.whiten == "diagonal")
-        if 4 * self.width * self.store.count(self.layer) <= IN_MEMORY_BYTES:
-            self._kept = list(self._read_keys())
-        centroids = [self._cluster(book) for book in range(self.grouping.codebooks)]
-        tensors = self._aggregate(centroids)
+        tensors = self._aggregate(self._clusters())
         if self.whiten is not None:
             tensors["whiten"] = self.whiten
         memory = LayerMemory(self.grouping, tensors)
@@ -58,57 +63,74 @@ class LayerBuilder:
             memory.tensors["residual"] = self._residual(memory)
         return memory
 
+    def keys(self, q: Tensor) -> Tensor:
+        """[n, Hq, D] -> key-space samples [C, n', h*D], whitened where the method says so."""
+        q = q.to(self.device)
+        if self.whiten is not None:
+            q = whiten.whiten(q, self.whiten.to(self.device))
+        return self.grouping.split(q).flatten(-2)
+
     def _read_keys(self) -> Iterator[Tensor]:
         for block in self.store.blocks(self.layer, self.block, ["q"]):
             yield self.keys(block["q"])
 
-    def keys(self, q: Tensor) -> Tensor:
-        """[n, Hq, D] -> key-space samples [C, n', h*D], whitened where the method says so."""
-        if self.whiten is not None:
-            q = whiten.whiten(q, self.whiten)
-        return self.grouping.split(q).flatten(-2)
+    def _clusters(self) -> list[Tensor]:
+        """Return the centroids [K', h*D] of each codebook, K' <= K."""
+        kept = list(self._read_keys()) if self._fits(1) else None
+        return [self._cluster(book, self._stream(book, kept)) for book in range(self.grouping.codebooks)]
 
-    def _blocks(self, book: int) -> Callable[[], Iterator[Tensor]]:
-        def stream() -> Iterator[Tensor]:
-            for keys in self._kept if self._kept is not None else self._read_keys():
+    def _fits(self, parts: int) -> bool:
+        """Whether one of so many equal parts of the layer's queries may be held in memory."""
+        return self._row_bytes * self.store.count(self.layer) <= IN_MEMORY_BYTES * parts
+
+    def _stream(self, book: int, kept: list[Tensor] | None) -> kmeans.Blocks:
+        """The samples of one codebook: from memory, where they or the whole layer fit, else from disk."""
+        if kept is not None:
+            views = [keys[book] for keys in kept]
+            return lambda: iter(views)
+        if self._fits(self.grouping.codebooks):
+            own = [keys[book].clone() for keys in self._read_keys()]
+            return lambda: iter(own)
+
+        def again() -> Iterator[Tensor]:
+            for keys in self._read_keys():
                 yield keys[book]
 
-        return stream
+        return again
 
-    def _cluster(self, book: int) -> Tensor:
-        """Return the centroids [K', h*D] of one codebook, K' <= K."""
-        method, seed = self.method, self.seed * 1000 + self.layer * 16 + book
+    def _cluster(self, book: int, blocks: kmeans.Blocks) -> Tensor:
+        method, seed = self.method, (self.seed * 1000 + self.layer) * 1000 + book
         options = {"metric": method.metric, "init": method.init, "backend": method.backend}
         if method.kmeans == "lloyd":
-            found = kmeans.lloyd(self._blocks(book), self.k, method.iterations, seed, **options)
-        else:
-            found = kmeans.minibatch(self._blocks(book), self.k, seed, passes=method.iterations, **options)
-        return found.centroids
+            return kmeans.lloyd(blocks, self.k, method.iterations, seed, **options).centroids
+        return kmeans.minibatch(blocks, self.k, seed, passes=method.iterations, **options).centroids
 
     def _aggregate(self, centroids: list[Tensor]) -> dict[str, Tensor]:
         """Final pass: states, counts and spread of every entry, padded to one K over codebooks."""
         method, grouping = self.method, self.grouping
-        dv, dtype = self.store.fields["a"].shape[-1], centroids[0].dtype
-        extras = {"slope": (grouping.heads, self.store.fields["slope"].shape[-1])} if method.slope else {}
-        sums = [StateAccumulator(len(c), grouping.heads, dv, dtype, method.aggregate, extras) for c in centroids]
+        extras: dict[str, tuple[int, ...]] = {"length": ()}
+        if method.slope:
+            extras["slope"] = (grouping.heads, self.store.fields["slope"].shape[-1])
+        shape = grouping.heads, self.store.fields["a"].shape[-1], centroids[0].dtype
+        sums = [StateAccumulator(len(c), *shape, method.aggregate, extras) for c in centroids]
+        directions = [F.normalize(c, dim=-1) for c in centroids]
         for block in self.store.blocks(self.layer, self.block):
             keys = self.keys(block["q"])
             states = {name: grouping.split(block[name]) for name in block if name != "q"}
-            for book, (acc, found) in enumerate(zip(sums, centroids, strict=True)):
-                index = kmeans.assign(keys[book], found, method.final, method.backend)
-                acc.add(index, **{name: x[book] for name, x in states.items()})
-        parts = [
-            self._entries(acc, found) for acc, found in zip(sums, centroids, strict=True)
-        ]
+            for book, acc in enumerate(sums):
+                index = kmeans.assign(keys[book], centroids[book], method.final, method.backend)
+                length = (keys[book] * directions[book][index]).sum(-1).cpu()
+                acc.add(index.cpu(), **{name: x[book] for name, x in states.items()}, length=length)
+        parts = [self._entries(acc, keys.cpu()) for acc, keys in zip(sums, directions, strict=True)]
         most = max(len(part["count"]) for part in parts)
         return {name: torch.stack([_padded(part[name], most) for part in parts]) for name in parts[0]}
 
-    def _entries(self, acc: StateAccumulator, centroids: Tensor) -> dict[str, Tensor]:
+    def _entries(self, acc: StateAccumulator, directions: Tensor) -> dict[str, Tensor]:
+        """The entries of one codebook that have samples."""
         states = acc.finish()
-        live = states.counts > 0
         entries = {
-            "keys": F.normalize(centroids, dim=-1),
-            "norm": centroids.norm(dim=-1),
+            "keys": directions,
+            "norm": acc.mean("length"),
             "a": states.a,
             "log_z": states.log_z,
             "count": states.counts,
@@ -116,21 +138,28 @@ class LayerBuilder:
         }
         if self.method.slope:
             entries["slope"] = acc.mean("slope")
-        return {name: x[live] for name, x in entries.items()}
+        return {name: x[states.counts > 0] for name, x in entries.items()}
 
     def _residual(self, memory: LayerMemory) -> Tensor:
-        """Fit (a - a_k, s - s_k) on (q - q_k) by ridge regression, on the entries that lookups choose."""
+        """Fit (a - a_k, s - s_k) on (q - q_k) by ridge regression, on the entries that lookups choose.
+
+        s_k includes the first-order term where the memory has one, since lookups add both.
+        """
         books, _, width = memory.keys.shape
         heads, dv = memory.a.shape[-2:]
         fits = [RidgeRegression(width, heads * (dv + 1)) for _ in range(books)]
+        found = memory.keys.to(self.device)
         for block in self.store.blocks(self.layer, self.block):
             keys = self.keys(block["q"])
             a, s = self.grouping.split(block["a"]), self.grouping.split(block["s"])
             for book, fit in enumerate(fits):
-                index = kmeans.assign(keys[book], memory.keys[book], "cosine", self.method.backend)
-                centroid = memory.keys[book][index] * memory.norm[book][index][:, None]
-                left = torch.cat([a[book] - memory.a[book][index], (s[book] - memory.log_z[book][index])[..., None]], -1)
-                fit.add(keys[book] - centroid, left.flatten(1))
+                index = kmeans.assign(keys[book], found[book], "cosine", self.method.backend).cpu()
+                chosen = {name: memory.tensors[name][book][index] for name in ("keys", "norm", "a", "log_z")}
+                offset = keys[book].cpu() - chosen["keys"] * chosen["norm"][:, None]
+                left = s[book] - chosen["log_z"]
+                if memory.slope is not None:
+                    left = left - log_z_shift(offset, memory.slope[book][index])
+                fit.add(offset, torch.cat([a[book] - chosen["a"], left[..., None]], -1).flatten(1))
         return torch.stack([fit.solve(self.method.ridge) for fit in fits]).to(memory.keys.dtype)
 
 
@@ -140,7 +169,7 @@ def _padded(x: Tensor, length: int) -> Tensor:
 
 
 def stored(memory: LayerMemory, dtype: torch.dtype, int8: bool) -> LayerMemory:
-    """Return the memory as it is kept: keys and outputs in the model's dtype, or int8 with a scale per vector."""
+    """Return the memory as it is kept: keys and a in the model's dtype, or int8 with a scale per vector."""
     tensors = dict(memory.tensors)
     if int8:
         tensors["keys"], tensors["key_scale"] = quantise_keys(tensors["keys"])

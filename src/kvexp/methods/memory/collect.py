@@ -8,86 +8,125 @@ paper's text), `sum` merges the states that the same token has over the chunks, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
 
+from kvexp.attention import families
 from kvexp.attention.function import Call
-from kvexp.attention.rope import attention_scaling, rotate
+from kvexp.attention.rope import rotate
 from kvexp.cache.dense import DenseLayer, State
 from kvexp.cache.kv_cache import KVCache, empty_cache, prefill
 from kvexp.cache.shared import SharedRows
+from kvexp.errors import UserError
 from kvexp.methods.memory.lookup import key_space
 from kvexp.stats.samples import SampleStore
 from kvexp_kernels.merge_states.reference import merge_many
 
 
-def encode_chunks(method: Any, model: Any, context: Any) -> list[KVCache]:
-    """Encode the context once, or in `method.chunks` parts of whole demonstrations, each behind the header."""
-    if method.chunks == 1:
-        parts = [list(getattr(context, "ids", context))]
-    else:
-        chunks, count = context.chunks, method.chunks
-        bounds = [round(i * len(chunks) / count) for i in range(count + 1)]
-        parts = [
-            [*context.header, *(t for chunk in chunks[a:b] for t in chunk)]
-            for a, b in zip(bounds, bounds[1:], strict=False)
-        ]
+def encode_chunks(
+    method: Any, model: Any, context: Any, count: int | None = None, end: int = 0
+) -> list[KVCache]:
+    """Encode the context once, or in `count` parts of whole demonstrations, each behind the header.
+
+    All parts end at one position, that of the longest (or `end`, if that is later): what follows them, and
+    with it a key that depends on its position, then stands at the same place behind each.
+    """
+    parts = _parts(context, count or method.chunks)
+    end = max(end, *map(len, parts))
+    caches = []
     with method.attach(model):
-        return [prefill(model, part, empty_cache(model)) for part in parts]
+        for part in parts:
+            cache = empty_cache(model)
+            for layer in cache.layers:
+                layer.seen = end - len(part)
+            caches.append(prefill(model, part, cache))
+    return caches
 
 
-def forward(model: Any, cache: KVCache, traces: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Run traces behind the cache, padded on the right; return which tokens are real, [B, T] bool."""
-    device = model.get_input_embeddings().weight.device
-    width = max(len(t) for t in traces)
-    ids = torch.zeros(len(traces), width, dtype=torch.long, device=device)
+def _parts(context: Any, count: int) -> list[list[int]]:
+    chunks = getattr(context, "chunks", ())
+    if count == 1:
+        parts = [list(getattr(context, "ids", context))]
+    elif len(chunks) < count:
+        raise UserError(
+            f"method.chunks={count} is more than the {len(chunks)} demonstrations of this context: "
+            f"use method.chunks={max(1, len(chunks))} or less"
+        )
+    else:
+        bounds = [round(i * len(chunks) / count) for i in range(count + 1)]
+        parts = [[*context.header, *(t for chunk in chunks[a:b] for t in chunk)] for a, b in pairwise(bounds)]
+    if not all(parts):
+        raise UserError("an empty context leaves nothing to remember: give it a header or a demonstration")
+    return parts
+
+
+def forward(model: Any, cache: KVCache, traces: Sequence[Sequence[int]]) -> None:
+    """Run a batch of traces behind the cache, padded on the right."""
+    ids, real = _padded(traces, model.get_input_embeddings().weight.device)
+    seen, width = cache.seen, ids.shape[1]
+    columns = torch.cat([real.new_ones(len(ids), seen), real], dim=1)
+    positions = torch.arange(seen, seen + width, device=ids.device).expand(len(ids), -1)
+    model(ids, cache=cache, attention_mask=columns, position_ids=positions, logits_to_keep=1)
+
+
+def _padded(traces: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids [B, T], padded on the right, and which of them are no pads."""
+    ids = torch.zeros(len(traces), max(map(len, traces)), dtype=torch.long, device=device)
     real = torch.zeros_like(ids, dtype=torch.bool)
     for row, trace in enumerate(traces):
         ids[row, : len(trace)] = torch.tensor(list(trace), device=device)
         real[row, : len(trace)] = True
-    seen = cache.seen
-    columns = torch.cat([real.new_ones(len(traces), seen), real], dim=1)
-    positions = torch.arange(seen, seen + width, device=device).expand(len(traces), -1)
-    model(ids, cache=cache, attention_mask=columns, position_ids=positions, logits_to_keep=1)
-    return real
+    return ids, real
 
 
 class Collector:
     """Turns batches of traces into samples of every full-attention layer."""
 
-    def __init__(self, method: Any, model: Any, caches: list[KVCache], store: SampleStore) -> None:
-        self.method, self.model, self.caches, self.store = method, model, caches, store
-        self.found: dict[int, list[dict[str, torch.Tensor]]] = {}
-        self.real: torch.Tensor | None = None
+    def __init__(
+        self, method: Any, model: Any, caches: list[KVCache], create: Callable[[], SampleStore]
+    ) -> None:
+        self.method, self.model, self.caches, self._create = method, model, caches, create
+        self.sums = method.chunk_merge == "sum" and len(caches) > 1
+        self.found: dict[int, list[dict[str, torch.Tensor]]] = {}  # by layer, a sample for each chunk to sum
+        self.real = torch.empty(0, dtype=torch.bool)  # [B, T], which tokens of the batch at work are no pads
+
+    @cached_property
+    def store(self) -> SampleStore:
+        """Where this rank's samples go; made at its first batch: then all ranks are up, leftovers gone."""
+        return self._create()
 
     def __call__(self, traces: Sequence[Sequence[int]]) -> None:
-        """Collect one batch (needs the attached model)."""
+        """Collect one batch."""
+        _, self.real = _padded(traces, self.model.get_input_embeddings().weight.device)
         with self.method.attach(self.model):
             for cache in self.caches:
                 fork = cache.fork()
                 fork.observe(self.observe)
-                real = forward(self.model, fork, traces)
-                for states in self.found.values():
-                    states[-1] = {name: x.transpose(1, 2)[real] for name, x in states[-1].items()}
-                if self.method.chunk_merge == "mean":
-                    self._write()
-            self._write()
+                forward(self.model, fork, traces)
+        for index, states in self.found.items():
+            self.store.append(index, **_summed(states))
+        self.found.clear()
 
     def observe(self, layer: DenseLayer, call: Call, before: list[State], local: State) -> None:
-        """Keep one layer's query and prefix state: tensors [B, Hq, T, ...]."""
-        method = self.method
+        """Take one layer's queries and prefix states [B, H, T, ...] as samples [n, H, ...] of real tokens."""
+        method, index = self.method, call.layer_index
         a, s = before[0]
-        index = call.layer_index
         query = key_space(call.query_pre, call.query, method.key, self.model, index, method.unified_position)
         sample = {"q": query, "a": a, "s": s}
         if method.slope:
             sample["slope"] = self._slope(layer, call)
-        self.found.setdefault(index, []).append(sample)
+        sample = {name: x.transpose(1, 2)[self.real.to(x.device)] for name, x in sample.items()}
+        if self.sums:
+            self.found.setdefault(index, []).append(sample)
+        else:
+            self.store.append(index, **sample)
 
     def _slope(self, layer: DenseLayer, call: Call) -> torch.Tensor:
-        """Return d log Z / d q for the key-space query: the mean attended key, turned into the query's frame."""
+        """Return d log Z / d q for the key-space query: the mean attended key, in the query's frame."""
         rows = layer.sources[0]
         assert isinstance(rows, SharedRows)
         keys, _ = rows.expanded(call)
@@ -96,16 +135,27 @@ class Collector:
         if method.key == "rope_actual":
             return mean * call.scale
         back = method.unified_position if method.key == "rope_unified" else 0
-        return rotate(self.model, mean, back - layer.q_positions[0], index) * (
-            call.scale * attention_scaling(self.model, index)
-        )
+        mean = _as_tapped(mean, self.model.config.get_text_config())
+        return call.scale * rotate(self.model, mean, back - layer.q_positions[0], index, scaled=True)
 
-    def _write(self) -> None:
-        for index, states in self.found.items():
-            merged = states[0]
-            if len(states) > 1:
-                a, s = merge_many(torch.stack([x["a"] for x in states]), torch.stack([x["s"] for x in states]))
-                means = {n: torch.stack([x[n] for x in states]).mean(0) for n in merged if n not in "as"}
-                merged = {**means, "a": a, "s": s}
-            self.store.append(index, **{name: x.cpu() for name, x in merged.items()})
-        self.found.clear()
+
+def _summed(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Join the samples that the same tokens have over several chunks: masses add up, queries are averaged.
+
+    A slope is the derivative of log Z, so it is weighted by mass, as an output is.
+    """
+    stacked = {name: torch.stack([sample[name] for sample in states]) for name in states[0]}
+    s = stacked["s"]
+    a, total = merge_many(stacked["a"], s)
+    joined = {"q": stacked["q"].mean(0), "a": a, "s": total}
+    if "slope" in stacked:
+        joined["slope"] = merge_many(stacked["slope"], s)[0]
+    return joined
+
+
+def _as_tapped(x: torch.Tensor, config: Any) -> torch.Tensor:
+    """Order the numbers of a rotated key [..., D] as those of a tapped query: MLA's rotation moves them."""
+    if families.of(config).query_pairing(config) != "adjacent_to_halves":
+        return x
+    still, turned = x.split([x.shape[-1] - config.qk_rope_head_dim, config.qk_rope_head_dim], dim=-1)
+    return torch.cat([still, turned.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)], dim=-1)

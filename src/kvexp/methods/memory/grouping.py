@@ -1,8 +1,9 @@
 """Which query heads make one lookup sample, and what an entry then costs (methods: layouts of ASM).
 
 With Hq query heads, Hkv KV heads and G = Hq / Hkv, an entry serves `m` heads of a group (m divides G):
-`pooled` m = 1, `pairs` m = 2, `group` m = G, each with one codebook per KV head; `shared` has one codebook per
-layer whose samples join the i-th m heads of every group. A token gives G / m samples to each codebook.
+`pooled` m = 1, `pairs` m = 2, `group` m = G, each with one codebook per KV head; `shared` has one codebook
+per layer whose samples join the i-th m heads of every group (m = G unless set). A token gives G / m samples
+to each codebook.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from kvexp.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-LAYOUTS = ("auto", "pooled", "pairs", "group", "shared")
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,8 @@ class Grouping:
             sizes = ", ".join(str(m) for m in range(1, group + 1) if group % m == 0)
             what = f"method.heads_per_entry={width}" if per_entry else f"method.layout={layout}"
             raise UserError(
-                f"{what} joins {width} heads, which does not divide this model's group of {group} query heads: "
-                f"use method.heads_per_entry with one of {sizes}"
+                f"{what} joins {width} heads, which does not divide this model's group of {group}:"
+                f" use method.heads_per_entry with one of {sizes}"
             )
         return cls(q_heads, kv_heads, width, layout == "shared")
 
@@ -75,15 +74,20 @@ class Grouping:
             x = x.reshape(self.kv_heads, n, self.samples, self.per_entry, *rest).transpose(0, 1)
         return x.reshape(n, self.q_heads, *rest)
 
-    def entries(self, budget: int, match: str, key_dim: int, value_dim: int) -> int:
+    def entries(self, budget: int, match: str, key_dim: int, value_dim: int, row: int) -> int:
         """Return K for a budget in KV rows: equal entries, equal key traffic or equal storage.
 
-        A KV row is D + Dv numbers per KV head, all read at each step; an entry is m D key numbers (all read),
-        m Dv output numbers and m log Z (one entry read), per KV head in every layout.
+        `row` is the numbers that the model caches for a token in this layer: Hkv (D + Dv), or with MLA one
+        latent, all read at each step.
         """
-        row, key = key_dim + value_dim, self.per_entry * key_dim
-        if match == "traffic":
-            return max(1, budget * row // key)
-        if match == "storage":
-            return max(1, budget * row // (key + self.per_entry * (value_dim + 1)))
-        return budget
+        traffic, storage = self.entry_numbers(key_dim, value_dim)
+        return max(1, budget * row // {"entries": row, "traffic": traffic, "storage": storage}[match])
+
+    def entry_numbers(self, key_dim: int, value_dim: int) -> tuple[int, int]:
+        """Numbers of one entry in all codebooks of a layer: those read at each step (its keys), and all.
+
+        For each KV head an entry has m D key numbers, and m Dv output numbers and m log Z, of which only the
+        chosen entry's are read.
+        """
+        per_entry = self.kv_heads * self.per_entry
+        return per_entry * key_dim, per_entry * (key_dim + value_dim + 1)

@@ -34,10 +34,18 @@ def key_space(
     return query_pre
 
 
+def log_z_shift(offset: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+    """First-order change [..., h] of log Z at `offset` [..., h*D] from a centroid, by slopes [..., h, D]."""
+    shift = (offset.view(slope.shape) * slope).sum(-1)
+    return shift.clamp(-MAX_SHIFT, MAX_SHIFT)
+
+
 class LayerLookup:
     """Lookups in one layer's memory: flat, or two-level over contiguous cells of keys."""
 
-    def __init__(self, memory: LayerMemory, model: Any, layer_index: int, method: Any, counters: dict[str, int]):
+    def __init__(
+        self, memory: LayerMemory, model: Any, layer_index: int, method: Any, counters: dict[str, int]
+    ):
         self.memory, self.model, self.layer_index, self.method = memory, model, layer_index, method
         self.counters = counters
         self.entries = memory.keys.shape[1]
@@ -48,8 +56,9 @@ class LayerLookup:
             self.index = [TwoLevelIndex.build(k, min(cells, len(k)), seed=0) for k in keys]
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors that lookups read."""
-        return self.memory.used()
+        """The tensors held for lookups; two-level search has its own copy of the keys, in cells."""
+        index = self.index or ()
+        return self.memory.used() + [t for i in index for t in (i.centres, i.keys, i.entries)]
 
     def key_queries(self, call: Call, positions: torch.Tensor) -> torch.Tensor:
         """Return the queries in the space of the keys, before whitening."""
@@ -99,8 +108,7 @@ class LayerLookup:
             centroid = centroid * memory.key_scale[book, chosen][..., None]
         offset = x - centroid * memory.norm[book, chosen][..., None]
         if memory.slope is not None:
-            shift = (offset.unflatten(-1, s.shape[-1:] + (-1,)) * memory.slope[book, chosen].to(x.dtype)).sum(-1)
-            s = s + shift.clamp(-MAX_SHIFT, MAX_SHIFT)
+            s = s + log_z_shift(offset, memory.slope[book, chosen].to(x.dtype))
         if memory.residual is not None:
             fix = torch.einsum("cni,cio->cno", offset, memory.residual.to(x.dtype))
             fix = fix.unflatten(-1, (s.shape[-1], -1))  # [C, n', h, Dv + 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,14 +11,13 @@ import torch
 from kvexp.attention import families
 from kvexp.attention.options import options_of
 from kvexp.cache.dense import DenseLayer
-from kvexp.cache.kv_cache import KVCache
+from kvexp.cache.kv_cache import KVCache, row_bytes
 from kvexp.cache.virtual import Virtual
-from kvexp.errors import UserError
 from kvexp.methods.memory.build import LayerBuilder, stored
 from kvexp.methods.memory.collect import Collector, encode_chunks
 from kvexp.methods.memory.grouping import Grouping
 from kvexp.methods.memory.lookup import LayerLookup
-from kvexp.methods.memory.states import StateMemory, refuse_mismatch
+from kvexp.methods.memory.states import LayerMemory, StateMemory, refuse_mismatch
 from kvexp.stats.samples import SampleStore
 
 log = logging.getLogger(__name__)
@@ -39,26 +39,46 @@ def prepare(method: Any, model: Any, calibration: Any, budget: Any) -> StateMemo
     families.require_full_layer(model.config.get_text_config())
     q_heads, kv_heads, d, dv = dims(model)
     grouping = Grouping.of(method.layout, q_heads, kv_heads, method.heads_per_entry)
-    k = grouping.entries(budget.limit(1 << 40), method.match, d, dv)
     tokens = sum(len(t) for t in calibration.traces) * (method.chunks if method.chunk_merge == "mean" else 1)
+    k = grouping.entries(budget.limit(1 << 40), method.match, d, dv, row_numbers(model))
+    k = min(k, tokens * grouping.samples)
     if tokens < FEW_TOKENS * k:
         log.warning(
             "%d trace tokens for %d entries is %.1f each, below %d: raise calibration.n or lower the budget",
             tokens, k, tokens / k, FEW_TOKENS,
         )  # fmt: skip
     caches = encode_chunks(method, model, calibration.context)
-    layers = [i for i, layer in enumerate(caches[-1].layers) if layer.window is None]
     store = collected(method, model, caches, calibration)
-    memory = StateMemory({}, _window_rows(caches[-1]), {"seen": caches[-1].seen, "trace_tokens": tokens})
-    for layer in calibration.track(layers, "clustering layers", len(layers)):
-        built = LayerBuilder(method, store, layer, grouping, k, calibration.seed).build()
-        memory.layers[layer] = stored(built, model.dtype, method.entries == "int8")
-    memory.manifest |= {"entries": k, "context": calibration.context.key, **_costs(memory, budget, k, d, dv)}
-    return memory
+    layers = {}
+    for layer in calibration.track(store.layers, "clustering layers", len(store.layers)):
+        built = LayerBuilder(method, store, layer, grouping, k, calibration.seed, model.device).build()
+        layers[layer] = stored(built, model.dtype, method.entries == "int8")
+    manifest = {
+        "context": calibration.context.key,
+        "seen": caches[-1].seen,
+        "trace_tokens": tokens,
+        **identity(method, model),
+        **_described(layers, row_numbers(model)),
+    }
+    return StateMemory(layers, window_rows(caches[-1]), manifest)
+
+
+def identity(method: Any, model: Any) -> dict[str, Any]:
+    """What a memory must have been built with to serve this method on this model."""
+    config = model.config.get_text_config()
+    sizes = "/".join(map(str, dims(model)))
+    architecture = f"{config.model_type}, {config.num_hidden_layers} layers, heads {sizes}"
+    return {"architecture": architecture, "knobs": method.stored_knobs()}
+
+
+def row_numbers(model: Any) -> int:
+    """Numbers that an ordinary cache keeps for one token in one full-attention layer, all heads together."""
+    full = families.layer_windows(model.config.get_text_config()).count(None)
+    return row_bytes(model) // (full * model.dtype.itemsize)
 
 
 def collected(method: Any, model: Any, caches: list[KVCache], calibration: Any) -> SampleStore:
-    """Run the calibration's traces over encoded chunks, unless kept samples lie ready; return all ranks' samples."""
+    """Return the samples of the calibration's traces over encoded chunks, collected unless they were kept."""
     if calibration.collected:
         return SampleStore.merge(calibration.shards())
     q_heads, _, d, dv = dims(model)
@@ -67,13 +87,14 @@ def collected(method: Any, model: Any, caches: list[KVCache], calibration: Any) 
     if method.slope:
         fields["slope"] = (q_heads, d)
     dtype = torch.float64 if model.dtype == torch.float64 else getattr(torch, method.samples)
-    store = SampleStore.create(calibration.folder, layers, fields, dtype)
-    calibration.run(Collector(method, model, caches, store), calibration.traces, "collecting states")
-    store.close()
+    create = partial(SampleStore.create, calibration.folder, layers, fields, dtype)
+    collector = Collector(method, model, caches, create)
+    calibration.run(collector, calibration.traces, "collecting states")
+    collector.store.close()
     return SampleStore.merge(calibration.shards())
 
 
-def _window_rows(cache: KVCache) -> dict[int, dict[str, torch.Tensor]]:
+def window_rows(cache: KVCache) -> dict[int, dict[str, torch.Tensor]]:
     """The rows that sliding-window layers keep: their window reaches into the prefix, and stays as it is."""
     rows = {}
     for index, layer in enumerate(cache.layers):
@@ -88,37 +109,41 @@ def _window_rows(cache: KVCache) -> dict[int, dict[str, torch.Tensor]]:
     return rows
 
 
-def _costs(memory: StateMemory, budget: Any, k: int, d: int, dv: int) -> dict[str, Any]:
-    """What K entries cost in KV rows per KV head, three ways (numbers, not bytes)."""
-    grouping = next(iter(memory.layers.values())).grouping
-    m, row = grouping.per_entry, d + dv
+def _described(layers: dict[int, LayerMemory], row: int) -> dict[str, Any]:
+    """Entries, their costs in KV rows per KV head (numbers, not bytes), and the spread of log Z in them."""
+    memory = next(iter(layers.values()))
+    k = max(layer.keys.shape[1] for layer in layers.values())
+    traffic, storage = memory.grouping.entry_numbers(
+        memory.keys.shape[-1] // memory.grouping.heads, memory.a.shape[-1]
+    )
+    counted = [(layer.std.mean(-1) * layer.count).sum() / layer.count.sum() for layer in layers.values()]
     return {
+        "entries": k,
         "cost_entries": k,
-        "cost_traffic_rows": round(k * m * d / row, 1),
-        "cost_storage_rows": round(k * m * (row + 1) / row, 1),
+        "cost_traffic_rows": round(k * traffic / row, 1),
+        "cost_storage_rows": round(k * storage / row, 1),
+        "log_z_std": round(float(torch.stack(counted).mean()), 4),  # of a sample's entry
     }
 
 
 def virtual_cache(method: Any, model: Any, context: Any, memory: StateMemory) -> KVCache:
     """Return a cache that has seen the prefix: full layers look up, sliding layers keep their last rows."""
-    key = getattr(context, "key", None)
-    if key is not None:
-        refuse_mismatch(memory.manifest, {"context": key}, "this run")
+    refuse_mismatch(memory.manifest, identity(method, model))
+    if hasattr(context, "key"):
+        refuse_mismatch(memory.manifest, {"context": context.key})
     counters: dict[str, int] = {}
-    layers = []
+    backend, layers = options_of(model).backend, []
     for index, window in enumerate(families.layer_windows(model.config.get_text_config())):
         if window is not None:
-            layers.append(_sliding(memory.rows[index], memory.seen, window))
+            layers.append(_sliding(memory.rows[index], memory.seen, window, backend))
             continue
-        if index not in memory.layers:
-            raise UserError(f"the memory has no entries for layer {index}: it was built for another model")
         lookup = LayerLookup(memory.layers[index], model, index, method, counters)
-        layers.append(DenseLayer((Virtual(lookup, counters),), memory.seen, backend=options_of(model).backend))
+        layers.append(DenseLayer((Virtual(lookup, counters),), memory.seen, backend=backend))
     return KVCache(layers, counters)
 
 
-def _sliding(rows: dict[str, torch.Tensor], seen: int, window: int) -> DenseLayer:
-    layer = DenseLayer((), seen, window)
+def _sliding(rows: dict[str, torch.Tensor], seen: int, window: int, backend: str) -> DenseLayer:
+    layer = DenseLayer((), seen, window, backend)
     layer.lazy_initialization(rows["keys"], rows["values"])
     layer.keys, layer.values, layer.rows = rows["keys"], rows["values"], rows["keys"].shape[2]
     layer.slots, layer.positions = rows["slots"], rows["positions"]

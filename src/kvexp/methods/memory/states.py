@@ -1,10 +1,11 @@
 """The attention-state memory itself: per layer a codebook of keys with the states they stand for.
 
-Kept as safetensors and a JSON manifest; a memory that was built for something else is refused with a sentence.
+Kept as safetensors and a JSON manifest; one that was built for something else is refused with a sentence.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from kvexp.errors import UserError
 from kvexp.methods.memory.grouping import Grouping
 
-FORMAT = 1  # of the files; part of the fingerprint
+FORMAT = 2  # of the files and of how they are made; part of the fingerprint
+TENSORS = "memory.safetensors"
 
 
 @dataclass
@@ -25,9 +27,10 @@ class LayerMemory:
     """Entries of one full-attention layer. C codebooks of K entries, h heads each (see Grouping).
 
     keys [C, K, h*D] unit vectors; norm [C, K] of the centroids; a [C, K, h, Dv]; log_z [C, K, h] float32;
-    count [C, K] samples per entry; std [C, K, h] spread of log Z inside an entry. Optional: whiten [Hq, D, D]
-    applied to queries before the lookup; residual [C, h*D, h*(Dv+1)] linear correction; slope [C, K, h, D] mean
-    attended key in the query's frame. Entries that found no sample repeat entry 0 and are never chosen.
+    count [C, K] samples per entry; std [C, K, h] spread of log Z inside an entry. Optional: whiten
+    [Hq, D, D], applied to queries before the lookup; residual [C, h*D, h*(Dv+1)], a linear correction; slope
+    [C, K, h, D], the mean attended key in the query's frame. Where a codebook has fewer entries than another,
+    copies of its entry 0 fill it up: they are never chosen.
     """
 
     grouping: Grouping
@@ -51,10 +54,13 @@ class LayerMemory:
 
 @dataclass
 class StateMemory:
-    """All layers' entries, the rows that sliding-window layers keep, and what the memory was built for."""
+    """All layers' entries, what the memory was built for, and the last `rows` of sliding-window layers.
+
+    rows: by layer, keys and values [1, Hkv, n, D], slots [n], positions [1, n].
+    """
 
     layers: dict[int, LayerMemory]
-    rows: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # sliding layers: keys, values, ...
+    rows: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     manifest: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -78,22 +84,30 @@ class StateMemory:
     def save(self, folder: Path) -> None:
         """Write memory.safetensors and manifest.json into `folder`, each whole or not at all."""
         folder.mkdir(parents=True, exist_ok=True)
-        flat = {f"layer.{i}.{k}": t.contiguous() for i, m in self.layers.items() for k, t in m.tensors.items()}
+        flat = {
+            f"layer.{i}.{k}": t.contiguous() for i, m in self.layers.items() for k, t in m.tensors.items()
+        }
         flat |= {f"rows.{i}.{k}": t.contiguous() for i, rows in self.rows.items() for k, t in rows.items()}
         groupings = {str(i): vars(m.grouping) for i, m in self.layers.items()}
         temporary = folder / f".memory.{os.getpid()}"
         save_file(flat, temporary)
-        os.replace(temporary, folder / "memory.safetensors")
-        text = json.dumps({**self.manifest, "format": FORMAT, "groupings": groupings}, indent=2, sort_keys=True)
+        sha256 = _sha256(temporary)
+        os.replace(temporary, folder / TENSORS)
+        manifest = {**self.manifest, "format": FORMAT, "sha256": sha256, "groupings": groupings}
+        text = json.dumps(manifest, indent=2, sort_keys=True)
         temporary.write_text(text + "\n")
         os.replace(temporary, folder / "manifest.json")
 
     @classmethod
     def load(cls, folder: Path, expected: dict[str, Any]) -> StateMemory:
-        """Read a memory; UserError if it was built for something else than `expected` says."""
+        """Read a memory; UserError if it is damaged or was built for something else than `expected` says."""
         manifest = json.loads((folder / "manifest.json").read_text())
         refuse_mismatch(manifest, {**expected, "format": FORMAT}, folder)
-        flat = load_file(folder / "memory.safetensors")
+        if _sha256(folder / TENSORS) != manifest["sha256"]:
+            raise UserError(
+                f"the memory in {folder} is damaged: remove that folder so that it is built again"
+            )
+        flat = load_file(folder / TENSORS)
         layers: dict[int, LayerMemory] = {
             int(i): LayerMemory(Grouping(**grouping), {}) for i, grouping in manifest.pop("groupings").items()
         }
@@ -105,12 +119,21 @@ class StateMemory:
         return cls(layers, rows, manifest)
 
 
-def refuse_mismatch(manifest: dict[str, Any], expected: dict[str, Any], where: Path | str) -> None:
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def refuse_mismatch(manifest: dict[str, Any], expected: dict[str, Any], where: Path | None = None) -> None:
     """Raise UserError that names the first thing in which a memory differs from what is asked of it."""
     for name, value in expected.items():
         found = manifest.get(name)
-        if found != value:
-            raise UserError(
-                f"the memory in {where} was built for {name}={found!r}, not {value!r}: "
-                "point store_dir elsewhere, or remove that folder so that it is built again"
-            )
+        if name == "knobs":
+            had, asked = ({f"method.{k}": v for k, v in some.items()} for some in (found or {}, value))
+            refuse_mismatch(had, asked, where)
+        elif found != value:
+            advice = "build another one for it with method.prepare"
+            if where:
+                advice = "point store_dir elsewhere, or remove that folder so that it is built again"
+            place = f" in {where}" if where else ""
+            raise UserError(f"the memory{place} was built for {name}={found!r}, not {value!r}: {advice}")

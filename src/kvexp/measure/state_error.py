@@ -1,0 +1,62 @@
+"""How far a memory's attention is from the exact one, layer by layer, with exact queries.
+
+Held-out queries run on a fork of the whole encoded context (teacher forced), so that every layer sees the
+true query. An observer compares, for each token, the exact merged output with the one that the memory
+would give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kvexp.attention.function import Call
+from kvexp.cache.dense import DenseLayer, State
+from kvexp.methods.memory.lookup import LayerLookup
+from kvexp_kernels.merge_states.reference import merge_states
+
+
+@dataclass
+class LayerError:
+    """Sums over tokens of one layer."""
+
+    tokens: int = 0
+    relative: float = 0.0  # |merged - exact| / |exact|, over the heads' joint output
+    log_z: float = 0.0  # |log Z - log Z exact|, nats, mean over heads
+
+
+class StateErrorMeter:
+    """An observer for `KVCache.observe`: compares the prefix's exact states with a memory's."""
+
+    def __init__(self, lookups: Mapping[int, LayerLookup]) -> None:
+        self.lookups = lookups
+        self.layers: dict[int, LayerError] = {index: LayerError() for index in lookups}
+
+    def __call__(self, layer: DenseLayer, call: Call, before: list[State], local: State) -> None:
+        """Observe one layer; padded tokens are left out."""
+        index, lookup = call.layer_index, self.lookups[call.layer_index]
+        query = lookup.key_queries(call, layer.q_positions)
+        batch, heads, length, width = query.shape
+        found_a, found_s = lookup.find(query.transpose(1, 2).reshape(batch * length, heads, width))
+        found_a = found_a.view(batch, length, heads, -1).transpose(1, 2)
+        found_s = found_s.view(batch, length, heads).transpose(1, 2)
+        exact, _ = merge_states(*before[0], *local)
+        ours, _ = merge_states(found_a.to(exact.dtype), found_s, *local)
+        real = call.padding.at(layer.q_slots)
+        keep = torch.ones(batch, length, dtype=torch.bool) if real is None else real
+        gap = (ours - exact).transpose(1, 2).flatten(2).norm(dim=-1)[keep]
+        size = exact.transpose(1, 2).flatten(2).norm(dim=-1)[keep]
+        error = self.layers[index]
+        error.tokens += int(keep.sum())
+        error.relative += float((gap / size).sum())
+        error.log_z += float((found_s - before[0][1]).abs().mean(1)[keep].sum())
+
+    def relative_errors(self) -> list[float]:
+        """Mean relative error of each layer, in layer order."""
+        return [error.relative / error.tokens for error in self.layers.values()]
+
+    def log_z_errors(self) -> list[float]:
+        """Mean absolute error of log Z of each layer, in nats."""
+        return [error.log_z / error.tokens for error in self.layers.values()]
