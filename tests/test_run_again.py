@@ -57,11 +57,27 @@ def test_a_complete_cell_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Mo
     assert (settings.run_dir / "old-1/samples.jsonl").read_bytes() == samples
 
 
+@pytest.fixture(scope="module")
+def as_scored(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The samples of a whole run as they are appended, before they are put into the order of documents."""
+    settings = cell(tmp_path_factory.mktemp("scored"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunFolder, "settle", lambda self, order: None)
+        run(settings)
+    return samples_of(settings)
+
+
+def test_samples_are_put_into_document_order(undisturbed: bytes, as_scored: bytes) -> None:
+    assert undisturbed != as_scored and sorted(undisturbed.splitlines()) == sorted(as_scored.splitlines())
+    rows = [json.loads(row)["sample"] for row in undisturbed.splitlines()]
+    assert rows == list(range(len(rows)))
+
+
 @pytest.mark.parametrize("done", range(BATCHES + 1))
 def test_a_run_goes_on_from_any_batch(
-    done: int, undisturbed: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    done: int, undisturbed: bytes, as_scored: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also from after the last one, when only the record is missing; a torn line is written again."""
+    """Also from after the last one, when only order and record are missing; a torn line is written again."""
     settings, left = cell(tmp_path), [done]
     append = RunFolder.append
 
@@ -79,9 +95,9 @@ def test_a_run_goes_on_from_any_batch(
             run(settings)
     assert not (settings.run_dir / "record.json").exists()
     kept = samples_of(settings) if done else b""
-    assert undisturbed.startswith(kept) and kept.count(b"\n") == 4 * done
+    assert as_scored.startswith(kept) and kept.count(b"\n") == 4 * done
     if done < BATCHES:
-        (settings.run_dir / "samples.jsonl").write_bytes(undisturbed[: len(kept) + 700])
+        (settings.run_dir / "samples.jsonl").write_bytes(as_scored[: len(kept) + 700])
     record = run(settings)
     assert samples_of(settings) == undisturbed
     assert record["status"] == "complete" and record["cache"]["looked_up"] > 0

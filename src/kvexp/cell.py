@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from kvexp.schema import Settings
 
 CELL_DIGITS = 10
-_ELSEWHERE = ("name", "device", "device_map", "full_attention")  # what a model is called here and where it runs
+_ELSEWHERE = (
+    "name",
+    "device",
+    "device_map",
+    "full_attention",
+)  # what a model is called here and where it runs
 _UNSEEN = ("batch_size", "empty_prefix", "keep_samples")
 
 

@@ -31,7 +31,7 @@ from kvexp.report.table import print_table
 from kvexp.schema import Settings
 from kvexp.tasks.adapter import KVLM, NOTHING
 from kvexp.tasks.base import TaskSet
-from kvexp.tasks.evaluate import LabelEvaluation, batched
+from kvexp.tasks.evaluate import LabelEvaluation, batched, by_length
 from kvexp.tasks.scores import fidelity_summary, label_metrics
 from kvexp.tasks.session import Session
 from kvexp.tasks.stock import evaluate_stock
@@ -204,12 +204,15 @@ def _answer(
     if settings.fidelity:
         reference = KVLM(Session(session.loaded, Full(), None, Budget(None)), size)
     evaluation = LabelEvaluation(adapter, task, context, settings.seed, reference)
-    batches = batched(documents, size)
-    done = folder.resume([[document.id for document in batch] for batch in batches])
     evaluation.measure_bias(size)  # also when all samples are there: the record tells what this process did
-    what = f"{settings.choices['task']} {settings.choices['method']}"
-    for batch in track(batches[done:], what, unit="batches"):
-        folder.append(evaluation.score(batch))
+    order = [document.id for document in documents]
+    if not folder.settled(order):
+        batches = batched(by_length(documents), size)
+        done = folder.resume([[document.id for document in batch] for batch in batches])
+        what = f"{settings.choices['task']} {settings.choices['method']}"
+        for batch in track(batches[done:], what, unit="batches"):
+            folder.append(evaluation.score(batch))
+        folder.settle(order)
     decay = None
     if reference is not None and settings.method.family == "memory":
         asked = [evaluation.instances(batch) for batch in batched(documents[:DECAY_QUERIES], size)]

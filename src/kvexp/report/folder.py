@@ -110,6 +110,14 @@ class RunFolder:
         """Return how many leading batches of sample ids are done; see `SampleFile.resume`."""
         return self._samples.resume(batches)
 
+    def settle(self, order: Sequence[str]) -> None:
+        """Put all samples into the order of documents; see `SampleFile.settle`."""
+        self._samples.settle(order)
+
+    def settled(self, order: Sequence[str]) -> bool:
+        """Return whether all samples are there in this order: only the record is missing then."""
+        return self._samples.settled(order)
+
     def append(self, batch: Sequence[Mapping[str, Any]]) -> None:
         """Append the samples of the next planned batch; see `SampleFile.append`."""
         self._samples.append(batch)

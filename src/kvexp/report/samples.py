@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvexp.errors import UserError
-from kvexp.files import sync_folder
+from kvexp.files import sync_folder, write_atomic
 
 FIELDS = (
     "id",
@@ -132,6 +132,21 @@ class SampleFile:
         if new:
             sync_folder(self.path.parent)
         self._done += 1
+
+    def settle(self, order: Sequence[str]) -> None:
+        """Put all samples of the plan, which are on disk, into the order of documents, atomically."""
+        rows = {json.loads(row)["id"]: row for row in self._whole_lines()}
+        if sorted(rows) != sorted(order):
+            raise ValueError(f"{self.path} does not hold exactly the samples that are to be ordered")
+        write_atomic(self.path, b"".join(rows[sample_id] for sample_id in order))
+
+    def settled(self, order: Sequence[str]) -> bool:
+        """Return whether the file holds exactly these samples in this order."""
+        lines = self._whole_lines()
+        try:
+            return len(lines) == len(order) and [json.loads(row)["id"] for row in lines] == list(order)
+        except (ValueError, KeyError, TypeError):
+            return False
 
     def _whole_lines(self) -> list[bytes]:
         """Return the lines with their line feeds; what follows the last line feed is torn."""

@@ -47,7 +47,7 @@ class LabelEvaluation:
         """Average each label's log-probability over the unlabelled calibration queries."""
         scores = [
             self.adapter.label_scores([self.instance(query) for query in queries], self.trie)
-            for queries in batched(self.task.calibration_queries, batch_size)
+            for queries in batched(sorted(self.task.calibration_queries, key=len), batch_size)
         ]
         self.bias = torch.cat(scores).mean(0)
 
@@ -116,3 +116,8 @@ class LabelEvaluation:
 def batched(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
     """Cut items into runs of `size`, the last one shorter where they do not come out even."""
     return [items[at : at + size] for at in range(0, len(items), size)]
+
+
+def by_length(documents: Sequence[Document]) -> list[Document]:
+    """Order documents by the length of their query, so that a batch holds few pads; ties in document order."""
+    return sorted(documents, key=lambda document: len(document.query_ids))
