@@ -119,5 +119,5 @@ def batched(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
 
 
 def by_length(documents: Sequence[Document]) -> list[Document]:
-    """Order documents by the length of their query, so that a batch holds few pads; ties in document order."""
+    """Order documents by the length of their query, so that a batch holds few pads; ties stay in order."""
     return sorted(documents, key=lambda document: len(document.query_ids))
