@@ -18,12 +18,8 @@ if TYPE_CHECKING:
     from kvexp.schema import Settings
 
 CELL_DIGITS = 10
-_ELSEWHERE = (
-    "name",
-    "device",
-    "device_map",
-    "full_attention",
-)  # what a model is called here and where it runs
+# What a model is called here, where it runs, and what its configuration says anyway.
+_ELSEWHERE = ("name", "device", "device_map", "full_attention")
 _UNSEEN = ("batch_size", "empty_prefix", "keep_samples")
 
 
