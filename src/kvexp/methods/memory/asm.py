@@ -75,7 +75,7 @@ class ASM(Method):
     kmeans: Literal["lloyd", "minibatch"] = "lloyd"
     iterations: int = 3
     metric: Literal["l2", "cosine"] = "l2"
-    init: Literal["random", "kmeans++"] = "random"
+    init: Literal["kmeans++", "random"] = "kmeans++"
     backend: Literal["auto", "torch", "faiss"] = "auto"
     final: Literal["l2", "cosine"] = "l2"
     samples: Literal["float16", "float32"] = "float16"
