@@ -88,3 +88,13 @@ def test_limit_never_exceeds_the_context() -> None:
     assert Budget(100).limit(40) == 40
     assert Budget(100).limit(400) == 100
     assert Budget(None).limit(400) == 400
+
+
+@pytest.mark.parametrize("rows", [0, -3, 1.5, "20%", True])
+def test_a_budget_holds_a_number_of_rows(rows: object) -> None:
+    with pytest.raises(UserError, match=r"budget=.*budget=1024"):
+        Budget(rows)  # type: ignore[arg-type]
+
+
+def test_a_budget_is_read_as_itself() -> None:
+    assert Budget.parse(Budget(5)) == Budget(5)

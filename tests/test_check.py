@@ -55,6 +55,9 @@ def test_values_that_fit(given: object, annotation: object, expected: object) ->
         (None, int),
         (True, float),
         ("2.5", float),
+        (float("inf"), float),
+        (float("nan"), float | None),
+        ([0.5, float("-inf")], tuple[float, ...]),
         (1, bool),
         ("true", bool),
         (2.5, str),
@@ -89,13 +92,13 @@ def test_fields_fill_a_dataclass_and_leave_defaults_out() -> None:
             "there is no 'method.layuot', did you mean 'layout'? Method x has cells, layout, probes, rate",
         ),
         ({"rate": 1, "kind": "y"}, "there is no 'method.kind'. Method x has cells, layout, probes, rate"),
-        ({}, "method x needs method.rate=...: a number"),
+        ({}, "method x needs method.rate=...: a finite number"),
         (
             {"rate": 1, "layout": "pool"},
             "method.layout=pool is not possible, did you mean 'pooled'?"
             " method.layout is one of auto, pooled, 4",
         ),
-        ({"rate": None}, "method.rate=null is not possible: method.rate is a number"),
+        ({"rate": None}, "method.rate=null is not possible: method.rate is a finite number"),
         (
             {"rate": 1, "cells": [1, None]},
             "method.cells=[1,null] is not possible: method.cells is a whole number or null",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,16 @@ WRONG = [
     (["--config-dir", "/no/such/folder"], "is not a folder"),
     (["hydra/launcher=submitit_slurm"], "pip install 'kvexp[slurm]'"),
     (["trainer.foo=1"], "+trainer.foo="),
+    (["+trainer.limit_predict_batches=1"], "trainer.limit_predict_batches=1 would learn from a part"),
+    (["+trainer.fast_dev_run=true"], "lower calibration.n"),
+    (["+trainer.overfit_batches=2"], "trainer.overfit_batches=2 would learn"),
+    (["method.ridge=inf"], "method.ridge is a finite number"),
+    (["-m", "budget=glob(*)"], "budget=glob(*) stands for no value"),
+    (["method=full", "task=lm_eval", "task.name=x", "fidelity=true"], "fidelity=true means nothing to"),
+    (
+        ["method=full", "task=lm_eval", "task.name=x", "calibration.empty_prefix=true"],
+        "calibration.empty_prefix=true means nothing to",
+    ),
 ]
 
 # Runs command lines in one process, with a stub in place of the run; prints one JSON line for each.
@@ -154,7 +165,13 @@ def test_help_lists_groups_choices_and_keys(tmp_path: Path) -> None:
 
 
 def test_hydra_s_own_views_and_the_version_work_without_torch(tmp_path: Path) -> None:
-    lines = [["--info", "defaults"], ["--info", "searchpath"], ["--cfg", "hydra", "--resolve"]]
+    lines = [
+        ["--info", "defaults"],
+        ["model=tiny-llama", "--info"],
+        ["--info", "model=tiny-llama"],
+        ["--info", "searchpath"],
+        ["--cfg", "hydra", "--resolve"],
+    ]
     lines += [["--hydra-help"], ["-sc", "install=bash"], ["--version"]]
     for result in in_one_process("real", lines, tmp_path):
         assert result["code"] == 0 and result["err"] == "" and not result["torch"], result
@@ -208,6 +225,19 @@ def test_failures_of_single_runs(tmp_path: Path) -> None:
     log = Path(crash["cells"][0]["run_dir"]) / "log.txt"
     assert "Traceback" in log.read_text() and "the sky fell" in log.read_text()
     assert refusal["code"] == 2 and refusal["err"].endswith("kvexp: this model has no layer for it\n")
+
+
+def test_files_that_cannot_be_written_are_one_sentence(tmp_path: Path) -> None:
+    (run,) = in_one_process("stub", [["method=full", f"output_dir={tmp_path}"]], tmp_path)
+    folder = Path(run["cells"][0]["run_dir"])
+    shutil.rmtree(folder)
+    folder.write_text("a file")
+    lines = [["method=full", "output_dir=/dev/null"], ["method=full", f"output_dir={tmp_path}"]]
+    lines.append(["-m", "method=full,truncate", "output_dir=/dev/null"])
+    for result in in_one_process("stub", lines, tmp_path):
+        assert result["code"] == 1 and "Traceback" not in result["err"], result["err"]
+        assert "cannot be used" in result["err"] and "check output_dir" in result["err"]
+        assert not result["cells"]
 
 
 def test_debugging_shows_the_traceback(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ _ALPHABET = st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "
         ("--method.layout=shared", ["method.layout=shared"]),
         ("--config-dir=x", ["--config-dir=x"]),
         ("--cfg=job", ["--cfg=job"]),
+        ("--info", ["--info=all"]),
         ("-m", ["-m"]),
         ("_wandb={'a': 1}", []),
         ("--_wandb=1", []),
@@ -31,6 +32,15 @@ _ALPHABET = st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "
 )
 def test_clean(word: str, expected: list[str]) -> None:
     assert commandline.clean([word]) == expected
+
+
+@pytest.mark.parametrize("flag", ["--info", "-i"])
+def test_info_alone_stands_anywhere(flag: str) -> None:
+    for words in (["a=1", flag], [flag, "a=1"]):
+        args = commandline.read(commandline.clean(words))
+        assert (args.info, args.overrides) == ("all", ["a=1"]) and args.argv[0] == "--info=all"
+    args = commandline.read(commandline.clean(["a=1", flag, "defaults"]))
+    assert (args.info, args.argv) == ("defaults", [flag, "defaults", "a=1"])
 
 
 @given(st.text(_ALPHABET, min_size=1).filter(lambda text: not text.startswith(("'", '"', "[", "{"))))

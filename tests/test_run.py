@@ -114,6 +114,14 @@ def test_fidelity_of_a_memory_is_told_by_position(tmp_path: Path) -> None:
     assert decay["queries"] == 12
 
 
+def test_a_budget_without_a_demonstration_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for budget, said in (("60", 1), ("300", 0)):
+        caplog.clear()
+        run(cell(tmp_path, "method=truncate", f"budget={budget}", "limit=1"))
+        told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert [f"budget={budget} holds no demonstration" in line for line in told] == [True] * said, told
+
+
 def test_a_context_beyond_the_model_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

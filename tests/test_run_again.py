@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -157,8 +158,14 @@ def test_changed_data_are_refused_and_run_anew(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(UserError, match=r"data_sha256 changed since this run was interrupted .*resume=false"):
         run(settings)
     assert samples_of(settings) == before
-    assert run(cell(tmp_path, *more, "resume=false"))["status"] == "complete"
-    assert samples_of(settings) != before
+    record = run(cell(tmp_path, *more, "resume=false"))
+    assert record["status"] == "complete" and samples_of(settings) != before
+    assert run(settings) == record
+    write_questions(data, "is")
+    with pytest.raises(UserError, match=r"complete, but its data changed since .*resume=false"):
+        run(settings)
+    shutil.rmtree(data / "trec")  # nothing to compare with
+    assert run(settings) == record
 
 
 STARTER = """

@@ -127,9 +127,21 @@ def test_names_of_what_stands_for_many() -> None:
 
 def test_remarks_only_beyond_the_context() -> None:
     assert one("budget=4096").remarks() == [] and one("budget=full").remarks() == []
-    assert one("budget=4097").remarks() == [
+    assert one("method=truncate", "budget=4097").remarks() == [
         "budget=4097 exceeds the context of at most 4096 tokens: everything fits"
     ]
+    assert one("method=asm", "budget=4097").remarks() == [
+        "budget=4097 is more entries than the context has tokens, at most 4096"
+    ]
+
+
+def test_a_key_that_is_taken_away_has_its_default() -> None:
+    assert one("~budget") == one() or one("~budget").cell == default_cell()
+    assert one("~seed", "~split").cell == default_cell()
+
+
+def test_trainer_keys_that_are_not_set_may_stand() -> None:
+    assert one("+trainer.fast_dev_run=false", "+trainer.limit_predict_batches=null").cell == default_cell()
 
 
 @pytest.mark.parametrize(

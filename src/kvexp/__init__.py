@@ -47,10 +47,13 @@ def prepare(
     model: Any,
     context: Context | Sequence[int],
     traces: Sequence[Sequence[int]],
-    budget: Budget | int,
+    budget: Budget | int | str,
     seed: int = 0,
 ) -> Any:
-    """Return the memory of `context` that `method` learns from `traces` (token ids that could follow it)."""
+    """Return the memory of `context` that `method` learns from `traces` (token ids that could follow it).
+
+    `budget` is a Budget, or is written as on the command line: 64, "4k", "20%" (of the context) or "full".
+    """
     import kvexp.library
 
     return kvexp.library.prepare(method, model, context, traces, budget, seed)

@@ -23,17 +23,29 @@ class Budget:
 
     rows: int | None
 
+    def __post_init__(self) -> None:
+        """Refuse what is no number of rows."""
+        whole = isinstance(self.rows, int) and not isinstance(self.rows, bool)
+        if self.rows is not None and not whole:
+            raise UserError(
+                f"budget={_shown(self.rows)} is not a number of rows: use Budget.parse, or {_ADVICE}"
+            )
+        if self.rows is not None:
+            _at_least_one(self.rows, str(self.rows))
+
     @classmethod
     def parse(cls, value: object, context_tokens: int | None = None) -> Budget:
         """Read a budget as a user writes it.
 
         Args:
-            value: 4096, "4096", "4k", "20%" or "full".
+            value: 4096, "4096", "4k", "20%", "full", or a Budget, which is returned as it is.
             context_tokens: length of the context that a share refers to; None when the task has no fixed one.
 
         Raises:
             UserError: `value` is nothing of these, or less than one row.
         """
+        if isinstance(value, cls):
+            return value
         text = str(value).strip()
         if isinstance(value, int) and not isinstance(value, bool):
             return cls(_at_least_one(value, text))

@@ -7,13 +7,14 @@ list, dict and Any. Ranges are not checked here; a dataclass checks its own in `
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kvexp.errors import UserError, suggest
 
-_PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_PLAIN = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
 
 
 def fields(cls: type, values: Mapping[str, Any], group: str, owner: str) -> dict[str, Any]:
@@ -127,7 +128,8 @@ def _scalar(given: Any, wanted: type) -> Any:
     if wanted is str:  # digits alone arrive as an integer, such as the revision of a model
         return str(_expect(isinstance(given, str | int) and not is_flag, given))
     numbers = (int,) if wanted is int else (int, float)
-    return wanted(_expect(isinstance(given, numbers) and not is_flag, given))
+    _expect(isinstance(given, numbers) and not is_flag and math.isfinite(given), given)
+    return wanted(given)
 
 
 def _literal(given: Any, choices: tuple[Any, ...]) -> Any:

@@ -46,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        return _say(_reason(error), FAILED)
 
 
 def settings_of(words: Sequence[str]) -> list[Settings]:
@@ -104,7 +106,8 @@ def _run(args: argparse.Namespace) -> int:
     try:
         _call_hydra(args, runner)
     except Exception as error:  # a cell failed in a process that a launcher started, or the launcher did
-        log.error("the launcher failed", exc_info=True)
+        if _file_error(error) is None:
+            log.error("the launcher failed", exc_info=True)
         runner.failures.append(("", error))
     if is_grid:
         return _finish_grid(cells, runner)
@@ -180,8 +183,19 @@ def _words(words: Sequence[str]) -> Iterator[None]:
 def _reason(error: Exception) -> str:
     if isinstance(error, UserError):
         return " ".join(str(error).split())
+    if found := _file_error(error):
+        return f"{found.filename} cannot be used ({found.strerror}): check output_dir and store_dir"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _file_error(error: BaseException | None) -> OSError | None:
+    """Return what went wrong with a file, also below what Python's logging makes of it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.filename is not None:
+            return error
+        error = error.__cause__
+    return None
 
 
 def _say(sentence: str, code: int) -> int:

@@ -26,13 +26,16 @@ _SEE_HELP = "`python -m kvexp --help` shows what there is"
 def clean(words: Sequence[str]) -> list[str]:
     """Return the words as Hydra reads them.
 
-    `--key=value` loses its dashes, `_wandb...` is left out, and a value that needs quotes gets them.
+    `--key=value` loses its dashes, `_wandb...` is left out, `--info` alone means `--info=all`, and a value
+    that needs quotes gets them.
     """
     flags = _flags()
     cleaned = []
-    for word in words:
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         if word.lstrip("-").startswith("_wandb"):
             continue
+        if word in ("--info", "-i") and following not in _views():  # else an override would be its argument
+            word = "--info=all"
         if word.startswith("--") and "=" in word and word.partition("=")[0] not in flags:
             word = word[2:]
         cleaned.append(_quoted(word) if not word.startswith("-") else word)
@@ -116,6 +119,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.allow_abbrev = False
     setattr(parser, "error", refuse)  # noqa: B010 (a usage text and an exit are not wanted here)
     return parser
+
+
+def _views() -> list[str]:
+    (info,) = (action for action in _parser()._actions if "--info" in action.option_strings)
+    return [str(choice) for choice in info.choices or ()]
 
 
 def _flags() -> list[str]:

@@ -80,7 +80,11 @@ class Composer:
             fixed = [item.input_line for item in commandline.parse(written) if not item.is_sweep_override()]
             return [shared + fixed]
         parameters = [f"{key}={value}" for key, value in (hydra_node.sweeper.get("params") or {}).items()]
-        batches = BasicSweeper.split_arguments(self._with_loader([*parameters, *written]), None)
+        parsed = self._with_loader([*parameters, *written])
+        batches = BasicSweeper.split_arguments(parsed, None)
+        for item in parsed if not batches[0] else ():
+            if item.is_sweep_override() and not list(item.sweep_string_iterator()):
+                raise UserError(f"{item.input_line} stands for no value: write the values, key=a,b")
         return [shared + cell for cell in batches[0]]
 
     def _with_loader(self, written: Sequence[str]) -> list[Override]:

@@ -40,7 +40,7 @@ def prepare(
     model: Any,
     context: Context | Sequence[int],
     traces: Sequence[Sequence[int]],
-    budget: Budget | int,
+    budget: Budget | int | str,
     seed: int,
 ) -> Any:
     """Run a method's calibration on this process's device."""
@@ -48,9 +48,8 @@ def prepare(
 
     from kvexp.calibration.module import Runner
 
-    if not isinstance(context, Context):
-        context = Context((), (tuple(context),))
-    budget = budget if isinstance(budget, Budget) else Budget(budget)
+    context = Context.of(context)
+    budget = Budget.parse(budget, len(context))
 
     def trainer(**arguments: Any) -> lightning.Trainer:
         return lightning.Trainer(accelerator="auto", devices=1, **arguments)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,6 +25,11 @@ class Context:
 
     header: tuple[int, ...]
     chunks: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, context: Context | Sequence[int]) -> Context:
+        """Return `context`, made of one chunk where it is a plain list of ids."""
+        return context if isinstance(context, Context) else cls((), (tuple(context),))
 
     @cached_property
     def ids(self) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from kvexp.attention.options import Options, set_options
 from kvexp.budget import Budget
 from kvexp.calibration.prepare import draw_traces, prepare
 from kvexp.cell import identity
+from kvexp.errors import UserError
 from kvexp.measure.answered import Answered, check_counters
 from kvexp.measure.decay import prefix_decay
 from kvexp.measure.timing import Stopwatch
@@ -47,11 +48,23 @@ def run(settings: Settings) -> dict[str, Any]:
         _help(settings, folder)
     with folder.lock():
         if settings.resume and folder.status == "complete":
+            record = folder.record() or {}
+            _refuse_changed(settings, record)
             log.info("this cell is complete: %s (resume=false runs it anew)", folder.path)
-            return folder.record() or {}
+            return record
         if not settings.resume:
             folder.set_aside()
         return _recorded(settings, folder)
+
+
+def _refuse_changed(settings: Settings, record: dict[str, Any]) -> None:
+    """Raise UserError when data files that can be read without a model are not those of a complete record."""
+    before, now = record["provenance"]["data_sha256"], settings.task.data_sha256(settings.data_dir)
+    if before and now and before != now:
+        raise UserError(
+            f"this cell is complete, but its data changed since ({before[:12]} before, {now[:12]} now): start"
+            " with resume=false, which runs the cell anew"
+        )
 
 
 def _help(settings: Settings, folder: RunFolder) -> NoReturn:
@@ -143,6 +156,7 @@ def _label_task(
             memory, pointer = _prepare(settings, loaded, task, context)
         folder.write_memory(pointer)
     session = Session(loaded, settings.method, memory, settings.budget, watch)
+    _tell_empty(settings, context)
     with settings.method.attach(loaded.model, memory):
         cache = session.context(context)
         samples, decay = _answer(settings, session, task, context, folder)
@@ -152,6 +166,14 @@ def _label_task(
         usage |= {name: value for name, value in memory.manifest.items() if name.startswith("cost_")}
     fidelity = fidelity_summary(samples, decay) if settings.fidelity else None
     return Answered(label_metrics(samples), usage, fidelity, session.decoded, task.data_sha256)
+
+
+def _tell_empty(settings: Settings, context: Context) -> None:
+    """Warn when a method that chooses text by the budget is left without a demonstration."""
+    if not context.chunks or not settings.method.uses_budget:
+        return
+    if len(settings.method.select(context, settings.budget)) <= len(context.header):
+        log.warning("budget=%s holds no demonstration: the header alone is left, raise it", settings.budget)
 
 
 def _stock_task(settings: Settings, loaded: Any, folder: RunFolder, watch: Stopwatch) -> Answered:

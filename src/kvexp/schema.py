@@ -17,7 +17,7 @@ from kvexp.budget import Budget
 from kvexp.cell import cell_hash, identity
 from kvexp.compose import conf_dir
 from kvexp.errors import UserError, suggest
-from kvexp.specs import CalibrationSpec, LoggerSpec, ModelSpec, at_least, slug
+from kvexp.specs import CalibrationSpec, LoggerSpec, ModelSpec, at_least, refuse_partial, slug
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -93,6 +93,8 @@ class Settings:
         tokens = getattr(self.task, "context_tokens", None)
         if self.budget.rows is None or not isinstance(tokens, int) or self.budget.rows <= tokens:
             return []
+        if self.method.needs_calibration:
+            return [f"budget={self.budget} is more entries than the context has tokens, at most {tokens}"]
         return [f"budget={self.budget} exceeds the context of at most {tokens} tokens: everything fits"]
 
 
@@ -114,7 +116,7 @@ def validate(config: DictConfig, hydra: DictConfig) -> Settings:
     plain = cast(dict[str, Any], plain)
     chosen = hydra.runtime.choices
     choices = {group: str(chosen[group]) for group in GROUPS if chosen.get(group)}
-    values = check.fields(Config, plain, "", "the configuration")
+    values = dataclasses.asdict(Config()) | check.fields(Config, plain, "", "the configuration")
     for group in GROUPS:
         _refuse_unusable(group, choices.get(group, ""), values.get(group) or {})
     return _settings(values, plain, choices, _command(hydra))
@@ -151,11 +153,18 @@ def _settings(
         raise UserError(
             "split=validation means nothing to a stock task: leave it out, or name a task of that split"
         )
+    for key, given in (
+        ("fidelity", values["fidelity"]),
+        ("calibration.empty_prefix", calibration.empty_prefix),
+    ):
+        if task.kind == "lm_eval" and given:
+            raise UserError(f"{key}=true means nothing to task={choices['task']}: leave it out")
     if method.needs_full_layer and not model.full_attention:
         raise UserError(
             f"method={choices['method']} needs a layer that attends to the whole context, and every layer of"
             f" model={choices['model']} has a sliding window: take method=full or another model"
         )
+    refuse_partial(values["trainer"])
     _check_values(values)
     shared_tokens = getattr(task, "context_tokens", None) if task.shared_context else None
     budget = Budget.parse(values["budget"], shared_tokens)  # checked also where the method ignores it

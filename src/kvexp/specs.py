@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from kvexp.errors import UserError
 
@@ -23,6 +23,17 @@ def at_least(key: str, value: int, minimum: int) -> None:
     """Raise UserError when `value` is below `minimum`."""
     if value < minimum:
         raise UserError(f"{key}={value} is not possible: {key} is at least {minimum}")
+
+
+def refuse_partial(trainer: Mapping[str, Any]) -> None:
+    """Raise UserError for a trainer key that runs a part of the traces: it would pass for the whole."""
+    for key, value in trainer.items():
+        partial = key.startswith("limit_") or key in ("fast_dev_run", "overfit_batches")
+        if partial and value is not None and value is not False:
+            raise UserError(
+                f"trainer.{key}={value} would learn from a part of the traces and keep it as whole: leave it"
+                " out, and lower calibration.n for a short run"
+            )
 
 
 @dataclass(frozen=True)

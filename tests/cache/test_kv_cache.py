@@ -140,7 +140,7 @@ def test_shared_tensors_are_counted_once() -> None:
             return [table]
 
     table = torch.zeros(4, 8)
-    layers = [DenseLayer((Virtual(Book(), {}),), seen=9) for _ in range(3)]  # type: ignore[arg-type]
+    layers = [DenseLayer((Virtual(Book(), {}, 9),), seen=9) for _ in range(3)]  # type: ignore[arg-type]
     assert [layer.nbytes() for layer in layers] == [128, 128, 128]
     assert KVCache(layers).nbytes() == 128
     assert KVCache(layers).entries() == [4, 4, 4]
@@ -198,13 +198,47 @@ def test_layers_may_lie_on_different_devices() -> None:
     cache = KVCache([DenseLayer(), DenseLayer()])
     row = torch.ones(1, 1, 2, 4)
     position = torch.arange(2)[None]
-    cache.update(row, row, 0, kwargs={"position_ids": position})
-    cache.update(row.to("meta"), row.to("meta"), 1, kwargs={"position_ids": position})
+    cache.layers[0].update(row, row, kwargs={"position_ids": position})
+    cache.layers[1].update(row.to("meta"), row.to("meta"), kwargs={"position_ids": position})
     fork = cache.fork()
     for index, device in enumerate(("cpu", "meta")):
-        fork.update(row.to(device), row.to(device), index, kwargs={"position_ids": position + 2})
+        fork.layers[index].update(row.to(device), row.to(device), kwargs={"position_ids": position + 2})
         layer = fork.layers[index]
         held = (layer.keys, layer.slots, layer.positions, layer.q_slots, layer.q_positions)
         assert {x.device.type for x in (*held, *layer.tensors())} == {device}
     fork.batch_repeat_interleave(2)
     assert fork.seen == 4 and fork.get_seq_length(1) == 4
+
+
+def test_a_model_that_is_not_attached_is_noticed_in_its_first_forward() -> None:
+    model = tiny.build("llama")
+    model.set_attn_implementation("sdpa")
+    cache = encoded(model)
+    fork = cache.fork()
+    with pytest.raises(RuntimeError, match=r"use `with method\.attach\(model\)`"):
+        model(torch.tensor([[5]]), cache=fork)
+    with pytest.raises(RuntimeError, match="ran without its method, or broke off"):
+        run(model, fork, [5])
+    with pytest.raises(RuntimeError, match="a cache that was encoded anew"):
+        fork.fork()
+    expected = plain_logits(model, [*CONTEXT, 5])[30:]
+    torch.testing.assert_close(run(model, cache.fork(), [5]), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("length", [5, 30, 32])
+@pytest.mark.parametrize("masked", [False, True])
+def test_ids_that_do_not_go_on_from_the_cache_are_refused(length: int, masked: bool) -> None:
+    model = helpers.model("llama")
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([[*CONTEXT, 1, 2][:length]])
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    if masked:
+        ids, mask = ids.expand(2, -1), torch.ones(2, length, dtype=torch.long)
+        mask[1, 30:31] = 0
+        options["attention_mask"] = mask
+    cache = encoded(model)
+    with attached(model):
+        if length > 30:  # the first use is right, and the second finds what the first has left
+            model.generate(ids, cache=cache, **options)
+        with pytest.raises(RuntimeError, match=rf"has seen {cache.seen} tokens.*a fork of the cache"):
+            model.generate(ids, cache=cache, **options)

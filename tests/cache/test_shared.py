@@ -126,3 +126,38 @@ def test_a_source_needs_no_module_of_a_kind() -> None:
     asked = call(1, 1, module=SimpleNamespace(layer_idx=3))
     assert asked.layer_index == 3
     assert shared(1, 2).expanded(asked)[0].shape == (1, 2, 2, 4)
+
+
+@pytest.mark.parametrize("forked", [True, False])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "mistral", "deepseek_v3"])
+def test_pads_in_front_of_an_encoded_context_are_refused(family: str, batch: int, forked: bool) -> None:
+    # Left padding as tokenizers do it: the context's rows would be read at the wrong columns.
+    model, ids = helpers.model(family), helpers.tokens(5)
+    model.generation_config.eos_token_id = None
+    rows = torch.tensor([[0, 0, *ids, 7, 8], [*ids, 1, 2, 3, 4]])[:batch]
+    mask = torch.ones_like(rows)
+    mask[0, :2] = 0
+    with attached(model):
+        cache = prefill(model, ids, empty_cache(model))
+        cache = cache.fork() if forked else cache
+        with pytest.raises(RuntimeError, match="pads must stand between the context and the query"):
+            model.generate(rows, attention_mask=mask, cache=cache, max_new_tokens=2, pad_token_id=0)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_batch_may_be_encoded_with_its_own_pads(batch: int) -> None:
+    model, rows = helpers.model("llama"), [helpers.tokens(9, seed=s) for s in (1, 2)][:batch]
+    ids, mask = torch.tensor(rows), torch.ones(batch, 9, dtype=torch.bool)
+    mask[0, :2] = False
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with attached(model), torch.no_grad():
+        cache = empty_cache(model)
+        model(ids[:, :6], cache=cache, attention_mask=mask[:, :6], position_ids=positions[:, :6])
+        ours = model(
+            ids[:, 6:], cache=cache.fork(), attention_mask=mask, position_ids=positions[:, 6:]
+        ).logits
+    for row, pads in zip(range(batch), (2, 0), strict=False):
+        torch.testing.assert_close(
+            ours[row], helpers.plain_logits(model, rows[row][pads:])[-3:], atol=1e-4, rtol=0
+        )

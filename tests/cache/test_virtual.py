@@ -40,7 +40,7 @@ def layer_and_call(
 ) -> tuple[DenseLayer, Call, _Echo, dict[str, int]]:
     """A virtual layer that was given `length` rows without weight, and the call that attends."""
     book, counters = _Echo(), {}
-    layer = DenseLayer((Virtual(book, counters),), SEEN)
+    layer = DenseLayer((Virtual(book, counters, SEEN),), SEEN)
     query = torch.randn(batch, 2, length, 4, generator=torch.Generator().manual_seed(0))
     rows = torch.zeros(batch, 1, length, 4)
     key, value = layer.update(rows, rows, kwargs={})
@@ -105,3 +105,11 @@ def test_an_empty_memory_leaves_local_attention() -> None:
     output, lse = layer.attend(call)
     assert torch.equal(output, torch.zeros_like(output))
     torch.testing.assert_close(lse[0], torch.tensor([0.0, math.log(2)]).expand(2, 2))
+
+
+def test_pads_in_front_of_the_prefix_are_refused() -> None:
+    columns = torch.ones(2, SEEN + 3, dtype=torch.bool)
+    columns[1, 0] = False
+    layer, call, _, _ = layer_and_call(2, 3, columns)
+    with pytest.raises(RuntimeError, match="pads must stand between the context and the query"):
+        layer.attend(call)

@@ -110,6 +110,14 @@ def test_the_bar_counts_batches(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize(("key", "value"), [("limit_predict_batches", 1), ("fast_dev_run", True)])
+def test_a_part_of_the_traces_is_refused(tmp_path, key, value):
+    partial = functools.partial(trainer, **{key: value})
+    runner = Runner(None, TRACES, tmp_path, partial, batch_size=3)
+    with pytest.raises(UserError, match=r"the trainer ran 3 traces where this process has 7: leave out"):
+        runner.run(lambda batch: None, TRACES, "collecting")
+
+
 def test_an_exception_in_a_batch_comes_through(tmp_path):
     def step(batch):
         raise UserError("no")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import shutil
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from kvexp.calibration.store import COLLECTED, Store, fingerprint
+from kvexp.calibration.store import COLLECTED, Store, fingerprint, finish, whole
 from kvexp.errors import UserError
 from kvexp.methods.memory.states import refuse_mismatch
+from kvexp.stats.samples import SampleStore
 
 
 class Artefact:
@@ -114,16 +117,61 @@ def test_samples_are_removed_at_the_end_also_after_an_exception(tmp_path):
         assert not samples(tmp_path)
 
 
+def collect(folder: Path, ranks: int = 2) -> None:
+    """Three samples of one layer from each rank."""
+    for rank in range(ranks):
+        store = SampleStore.create(folder / f"rank-{rank:03d}", [0], {"s": (2,)})
+        store.append(0, s=torch.zeros(3, 2))
+        store.close()
+    finish(folder)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 def test_kept_samples_are_reused_when_they_are_complete_only(tmp_path):
     store = Store(tmp_path)
     with store.samples(FACTS, keep=True) as folder:
         (folder / "rank-000").mkdir()
     with store.samples(FACTS, keep=True) as again:  # of a run that was killed
         assert again == folder and not list(folder.iterdir())
-        (folder / "rank-000").mkdir()
-        (folder / COLLECTED).touch()
-    with store.samples(FACTS, keep=True) as third:
-        assert sorted(path.name for path in third.iterdir()) == [COLLECTED, "rank-000"]
+        collect(folder)
+    with store.samples(FACTS, keep=False) as third:
+        assert names(third) == [COLLECTED, "rank-000", "rank-001"]
+    assert whole(folder)  # a run that keeps nothing of its own leaves what another kept
+    (folder / COLLECTED).unlink()
+    with store.samples(FACTS, keep=False):
+        collect(folder)
+    assert not folder.exists()
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: shutil.rmtree(folder / "rank-001"),
+        lambda folder: (folder / "rank-001/layer000.s.bin").unlink(),
+        lambda folder: cut(folder / "rank-000/layer000.s.bin"),
+        lambda folder: cut(folder / "rank-000/manifest.json"),
+        lambda folder: (folder / "rank-000/manifest.json").write_text("[]"),
+        lambda folder: (folder / COLLECTED).write_text(""),
+    ],
+)
+def test_damaged_samples_are_collected_anew(tmp_path, damage):
+    store = Store(tmp_path)
+    with store.samples(FACTS, keep=True) as folder:
+        collect(folder)
+    assert whole(folder)
+    damage(folder)
+    assert not whole(folder)
+    with store.samples(FACTS, keep=True):
+        assert not list(folder.iterdir())
+        collect(folder)
+    assert whole(folder)
 
 
 def test_a_further_rank_neither_waits_nor_cleans_up(tmp_path, monkeypatch):

@@ -65,7 +65,7 @@ def collected(traces: list, folder, dtype: torch.dtype) -> SampleStore:
 def answer(method: ASM, memory: LayerMemory, query: list, dtype: torch.dtype) -> Tensor:
     """The output [Hq, Dv] of one query token on the memory; its own row has key (1, 1) and value (2, -1)."""
     counters: dict[str, int] = {}
-    layer = DenseLayer((Virtual(LayerLookup(memory, None, 0, method, counters), counters),), seen=2)
+    layer = DenseLayer((Virtual(LayerLookup(memory, None, 0, method, counters), counters, 2),), seen=2)
     key, value = (torch.tensor([[[x]]], dtype=dtype) for x in ((1.0, 1.0), (2.0, -1.0)))
     layer.update(key, value, kwargs={})
     output, _ = layer.attend(call([[head] for head in query], layer.keys, layer.values, dtype))

@@ -75,3 +75,22 @@ def test_with_no_tokens_at_all_the_query_stands_alone():
     with method.attach(model):
         ours = QueryBatch(model, cache, [query]).logits[0]
     torch.testing.assert_close(ours, helpers.plain_logits(model, query)[-1], rtol=0, atol=1e-4)
+
+
+def test_a_budget_may_be_written_as_a_number():
+    assert list(Truncate().select(range(10), 3)) == list(Truncate().select(range(10), "30%")) == [7, 8, 9]
+    for method in (Full(), Truncate()):
+        with pytest.raises(UserError, match="budget=0 leaves no row"):
+            method.encode(helpers.model("llama"), [1, 2], budget=0)
+
+
+def test_generate_goes_on_from_what_was_selected():
+    """The README's recipe gives what the model says after the kept ids alone."""
+    model, method, prefix, query = helpers.model("llama"), Truncate(), helpers.tokens(40), helpers.QUERIES[0]
+    model.generation_config.eos_token_id = None
+    cache, ids = method.encode(model, prefix, budget=20), [*method.select(prefix, 20), *query]
+    assert cache.seen == 20
+    options = {"max_new_tokens": 4, "do_sample": False}
+    plain = model.generate(torch.tensor([ids]), **options)
+    with method.attach(model):
+        assert torch.equal(model.generate(torch.tensor([ids]), cache=cache.fork(), **options), plain)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
 import torch
 
 import helpers
+import kvexp
 from kvexp.errors import UserError
+from kvexp.methods.baseline.full import Full
 from kvexp.methods.memory.asm import ASM
 from kvexp.prompt import Context
 
@@ -83,6 +86,49 @@ def test_a_memory_is_needed_and_a_plain_list_of_ids_will_do(prepared):
     made = prepared(TRACES, 8, context=Context((), (helpers.tokens(20),)))
     cache = made.method.encode(made.model, helpers.tokens(20), made.memory)
     assert torch.equal(made.logits(TRACES, cache), made.logits(TRACES))
+    for other in (helpers.tokens(20, seed=1), list(helpers.tokens(19)), helpers.context()):
+        with pytest.raises(UserError, match="the memory was built for context="):
+            made.method.encode(made.model, other, made.memory)
+
+
+def test_a_memory_of_another_model_is_refused(prepared):
+    made = prepared(TRACES, 8, context=Context((), (helpers.tokens(20),)))
+    redrawn = copy.deepcopy(made.model)
+    torch.nn.init.normal_(redrawn.model.layers[2].self_attn.q_proj.weight, std=0.02)
+    for model, sentence in (
+        (redrawn, "built for weights='"),
+        (helpers.model("llama", torch.bfloat16), r"built for dtype='torch.float32', not 'torch.bfloat16'"),
+        (helpers.model("qwen3"), "built for architecture='llama"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            made.method.encode(model, helpers.tokens(20), made.memory)
+    assert made.method.encode(copy.deepcopy(made.model), helpers.tokens(20), made.memory).seen == 20
+
+
+def test_a_cache_of_states_needs_the_taps_of_its_own_method(prepared):
+    made = prepared(TRACES, 8)
+    with (
+        Full().attach(made.model),
+        pytest.raises(RuntimeError, match=r"`with method\.attach\(model\)` of the method that encoded it"),
+    ):
+        made.model(torch.tensor([[5]]), cache=made.cache())
+
+
+@pytest.mark.parametrize("traces", [[], [[]], [[1, 2], []]])
+def test_traces_without_tokens_are_refused(traces):
+    with pytest.raises(UserError, match="a memory is learnt from traces"):
+        kvexp.prepare(ASM(), helpers.model("llama"), helpers.tokens(20), traces, budget=4)
+
+
+@pytest.mark.parametrize("budget", [0, -3, 1.5, "0.1%"])
+def test_a_budget_of_no_rows_is_refused(budget):
+    with pytest.raises(UserError, match=f"budget={budget} .*budget=1024"):
+        kvexp.prepare(ASM(), helpers.model("llama"), helpers.tokens(20), TRACES, budget=budget)
+
+
+def test_a_budget_may_be_a_share_of_the_context():
+    memory = kvexp.prepare(ASM(), helpers.model("llama"), helpers.tokens(20), TRACES, budget="20%")
+    assert memory.manifest["entries"] == 4
 
 
 def test_the_same_seed_gives_the_same_memory(prepared):

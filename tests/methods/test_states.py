@@ -65,8 +65,34 @@ def test_a_damaged_file_is_refused(prepared, tmp_path):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(UserError, match="is damaged: remove that folder"):
+    with pytest.raises(UserError, match=r"is damaged .*not what was written.*: remove that folder"):
         StateMemory.load(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda folder: (folder / "memory.safetensors").unlink(), "memory.safetensors is missing"),
+        (lambda folder: (folder / "manifest.json").write_text('{"format"'), "manifest.json cannot be read"),
+        (lambda folder: (folder / "manifest.json").write_text("[1]"), "manifest.json is not a mapping"),
+        (lambda folder: without(folder / "manifest.json", "sha256"), "manifest.json has no sha256"),
+        (lambda folder: without(folder / "manifest.json", "groupings"), "manifest.json has no groupings"),
+    ],
+)
+def test_a_damaged_folder_is_one_sentence(prepared, tmp_path, damage, told):
+    prepared(TRACES, 8).memory.save(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(UserError) as caught:
+        StateMemory.load(tmp_path, {})
+    assert str(caught.value) == (
+        f"the memory in {tmp_path} is damaged ({told}): remove that folder so that it is built again"
+    )
+
+
+def without(path, key):
+    manifest = json.loads(path.read_text())
+    del manifest[key]
+    path.write_text(json.dumps(manifest))
 
 
 def test_a_memory_of_another_knob_context_or_model_is_refused_before_use(prepared):

@@ -143,3 +143,11 @@ def test_a_run_folder_needs_no_folder_to_exist(tmp_path):
     folder.resume([["x"]])
     folder.append([{"id": "x"}])
     assert Path(tmp_path / "a" / "b" / "samples.jsonl").exists()
+
+
+@pytest.mark.parametrize("text", ['{"model_sha256": "ab', "[1]", '{"model_sha256": 3}'])
+def test_damaged_inputs_are_one_sentence(tmp_path, text):
+    (tmp_path / "inputs.json").write_text(text)
+    with pytest.raises(UserError, match=r"inputs\.json is damaged: start with resume=false") as caught:
+        RunFolder(tmp_path).check_inputs({"model_sha256": "ab"})
+    assert "\n" not in str(caught.value)

@@ -119,3 +119,10 @@ def test_a_hub_out_of_reach_is_one_sentence(hub):
         "PolyAI/banking77 cannot be read from the hub (no route to host): "
         "set data_dir=PATH to a folder that has banking77/train.jsonl.gz"
     )
+
+
+@pytest.mark.parametrize("row", [{"text": "x", "fine": "a:b"}, {"text": "x", "coarse": 3}, ["x"]])
+def test_a_row_without_its_field_names_file_and_key(folder, row):
+    data = folder("trec", "train", [{"text": "x", "coarse": "a"}, row])
+    with pytest.raises(UserError, match=r"trec/train\.jsonl\.gz has no text '(coarse|text)' in row 2: fetch"):
+        load_rows("trec", "train", data, ("text", "coarse"))

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import f1_score
 
-from kvexp.tasks import metrics
+from kvexp.errors import UserError
+from kvexp.tasks import metrics, scores
 from kvexp.tasks.metrics import (
     accuracy,
     bootstrap,
@@ -54,7 +55,12 @@ def test_mean_and_median():
     assert median([6.0, 1.0, 2.0], higher_is_better=False)["value"] == 2
     assert median([6.0, 1.0, 2.0, 3.0], higher_is_better=False)["value"] == 2.5
     assert median([4.0] * 9, higher_is_better=True)["stderr"] == 0
-    assert mean([1.0], higher_is_better=False) == {"value": 1, "stderr": 0, "n": 1, "higher_is_better": False}
+    assert mean([1.0], higher_is_better=False) == {
+        "value": 1,
+        "stderr": None,
+        "n": 1,
+        "higher_is_better": False,
+    }
 
 
 def test_standard_errors_equal_resamples_written_out():
@@ -189,3 +195,20 @@ def test_nothing_to_score_is_an_error():
     ):
         with pytest.raises(ValueError):
             score()
+
+
+def test_one_document_tells_no_standard_error():
+    for metric in (accuracy([True]), metrics.mean([0.5], False), metrics.median([0.5], False)):
+        assert metric["stderr"] is None and metric["n"] == 1
+    assert macro_f1(["a"], ["a"])["stderr"] is None
+    assert metrics.paired_difference([1.0], [0.0]).stderr is None
+
+
+@pytest.mark.parametrize(
+    "other", [{"accuracy": 1.0, "foreign": 1.0}, {}, {"accuracy": "high"}, {"foreign": 1.0}, None]
+)
+def test_samples_with_foreign_scores_are_refused(other):
+    ours = {"id": "a", "scores": {"accuracy": 1.0}, "expected": "x", "answer": "x", "answer_calibrated": "x"}
+    for samples in ([ours, {**ours, "scores": other}], [{**ours, "scores": other}, ours]):
+        with pytest.raises(UserError, match=r"other scores than the first one: start with resume=false"):
+            scores.label_metrics(samples)

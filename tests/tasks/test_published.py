@@ -192,3 +192,10 @@ def test_real_sizes_with_the_embedded_tokenizer(embedded):
     loaded = Banking77(n_labels=12).load(embedded, seed=0, data_dir=DATA)
     assert 165 <= len(loaded.context.chunks) <= 185
     assert embedded.decode(loaded.context.ids[:1]) == "<|endoftext|>"
+
+
+def test_trec_rows_without_the_chosen_labels_are_one_sentence(words, folder):
+    for split in ("train", "test"):
+        data = folder("trec", split, [{"text": "how far ?", "fine": "NUM:dist"}])
+    with pytest.raises(UserError, match=r"trec/train\.jsonl\.gz has no text 'coarse' in row 1"):
+        Trec(labels="coarse").load(words, seed=0, data_dir=data)

@@ -52,10 +52,24 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     return [found[index] for index in sorted(found)]
 
 
-def _refuse_uncached(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook on the model: `generate` would feed the cache all tokens anew at each step."""
+def _refuse_misuse(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook on the model: `generate` feeds what a cache has not seen, and must be able to."""
     if kwargs.get("use_cache") is False and kwargs.get("cache") is not None:
         raise RuntimeError("a kvexp cache was passed with use_cache=False: leave use_cache on")
+    ids, seen = kwargs.get("input_ids", args[0] if args else None), getattr(kwargs.get("cache"), "seen", None)
+    if ids is None or seen is None:
+        return
+    length, mask, positions = ids.shape[1], kwargs.get("attention_mask"), kwargs.get("position_ids")
+    wrong = length == 0
+    if mask is not None and mask.dim() == 2:
+        wrong = wrong or mask.shape[1] != seen + length
+    elif mask is None and positions is not None and length > 1:  # not at each step: it waits for the device
+        wrong = wrong or int(positions.max()) < seen + length - 1
+    if wrong:
+        raise RuntimeError(
+            f"this cache has seen {seen} tokens, and these ids do not go on from there: "
+            "pass the whole text, context and query, and a fork of the cache for each use"
+        )
 
 
 @contextmanager
@@ -65,7 +79,7 @@ def attached(model: Any, tap: bool = False) -> Iterator[None]:
     family = families.of(config)
     register()
     before = model.config._attn_implementation
-    handles = [model.register_forward_pre_hook(_refuse_uncached, with_kwargs=True)]
+    handles = [model.register_forward_pre_hook(_refuse_misuse, with_kwargs=True)]
     try:
         model.set_attn_implementation(NAME)
         for module in attention_modules(model) if tap else ():

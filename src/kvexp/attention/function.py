@@ -42,6 +42,14 @@ class Padding:
             return 0
         return int(self._pads_before[end] - self._pads_before[start])
 
+    def refuse_inside(self, start: int, end: int) -> None:
+        """Refuse pads at slots that held real tokens when they were encoded: the mask is of other ids."""
+        if start < end and self.pads(start, end):
+            raise RuntimeError(
+                "pads must stand between the context and the query, not in front of an encoded context: "
+                "build ids and attention_mask as [*context, *pads, *query]"
+            )
+
     @cached_property
     def _pads_before(self) -> torch.Tensor:
         """Pads before each slot, on the CPU: moved once for all layers, so that none waits for its device."""

@@ -68,6 +68,8 @@ class DenseLayer(CacheLayerMixin):
         self.positions = torch.empty(1, 0, dtype=torch.long)  # [1 or B, S]
         self.rows = 0
         self.start = 0  # no own row has a lower slot; known without asking the device
+        self.pending = False  # rows were appended, and our attention function has not been called since
+        self.clean = 0  # the own rows at lower slots were real tokens in every sequence
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -103,6 +105,7 @@ class DenseLayer(CacheLayerMixin):
         self.positions = torch.cat([old, new], dim=-1)
         self.seen += length
         kwargs["kvexp"] = self
+        self.pending = True
         return self.keys, self.values
 
     def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -158,6 +161,10 @@ class DenseLayer(CacheLayerMixin):
 
     def attend(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (output [B, Hq, T, Dv], lse or None) over the sources and the layer's own rows."""
+        self.pending = False
+        call.padding.refuse_inside(self.start, self.clean)
+        if not call.padding.pads(self.start, self.seen):
+            self.clean = self.seen
         causal = self._is_triangle(call)
         visible = None if causal else self.visible(call)
         if not (self.sources or call.needs_lse):
@@ -196,7 +203,7 @@ class DenseLayer(CacheLayerMixin):
         if self.window is not None or not self.rows:
             return self._twin()
         span = self.start, self.seen
-        shared = SharedRows(self.keys, self.values, self.slots, self.positions, span)
+        shared = SharedRows(self.keys, self.values, self.slots, self.positions, span, self.clean)
         return DenseLayer((*self.sources, shared), self.seen, self.window, self.backend)
 
     def _twin(self) -> DenseLayer:
@@ -205,7 +212,7 @@ class DenseLayer(CacheLayerMixin):
         if self.is_initialized:
             twin.lazy_initialization(self.keys, self.values)
             twin.keys, twin.values, twin.rows, twin.start = self.keys, self.values, self.rows, self.start
-            twin.slots, twin.positions = self.slots, self.positions
+            twin.slots, twin.positions, twin.clean = self.slots, self.positions, self.clean
         return twin
 
     def tensors(self) -> list[torch.Tensor]:

@@ -24,6 +24,23 @@ class KVCache(Cache):
     def __init__(self, layers: Sequence[DenseLayer], counters: dict[str, int] | None = None) -> None:
         super().__init__(layers=[*layers])
         self.counters: dict[str, int] = {} if counters is None else counters
+        self._latest: DenseLayer | None = None  # the layer that was updated last
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append rows to a layer; RuntimeError where the layer before was appended to and never attended."""
+        self._refuse_bypass()
+        self._latest = self.layers[layer_idx]
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _refuse_bypass(self) -> None:
+        """The model's own attention would read the own rows alone: no memory, no shared context, no sink."""
+        if self._latest is not None and self._latest.pending:
+            raise RuntimeError(
+                "a forward over this kvexp cache ran without its method, or broke off: "
+                "use `with method.attach(model)`, and a cache that was encoded anew"
+            )
 
     @property
     def seen(self) -> int:
@@ -32,6 +49,7 @@ class KVCache(Cache):
 
     def fork(self) -> KVCache:
         """Return a cache that continues from here; neither copy sees what the other appends."""
+        self._refuse_bypass()
         return KVCache([layer.fork() for layer in self.layers], self.counters)
 
     def observe(self, observer: Observer | None) -> None:

@@ -17,6 +17,7 @@ class SharedRows:
     """The rows of an encoded context, read by every fork: keys/values [1 or B, H, P, D], slots [P].
 
     positions [1 or B, P]; all slots lie in `span` = (first, one past the last). Every query comes later.
+    The rows below slot `clean` were real tokens in every sequence when they were encoded.
     """
 
     def __init__(
@@ -26,9 +27,10 @@ class SharedRows:
         slots: torch.Tensor,
         positions: torch.Tensor,
         span: tuple[int, int],
+        clean: int = 0,
     ) -> None:
         self.keys, self.values, self.slots, self.positions, self.span = keys, values, slots, positions, span
-        self.batch, self.entries = keys.shape[0], keys.shape[2]
+        self.clean, self.batch, self.entries = clean, keys.shape[0], keys.shape[2]
 
     def tensors(self) -> list[torch.Tensor]:
         """The shared tensors, by reference."""
@@ -43,7 +45,7 @@ class SharedRows:
         positions = self.positions
         if positions.shape[0] > 1:
             positions = positions.index_select(0, chosen)
-        return SharedRows(keys, values, self.slots, positions, self.span)
+        return SharedRows(keys, values, self.slots, positions, self.span, self.clean)
 
     def state(self, call: Call, layer: DenseLayer) -> State:
         """Attend over the shared rows."""
@@ -58,6 +60,7 @@ class SharedRows:
     def attended(self, call: Call, layer: DenseLayer, key: torch.Tensor, value: torch.Tensor) -> State:
         """Return the state of the call's queries over these rows."""
         batch, heads, length, width = call.query.shape
+        call.padding.refuse_inside(self.span[0], self.clean)
         real = call.padding.at(self.slots) if call.padding.pads(*self.span) else None
         if key.shape[0] == 1 and real is None:  # one shared context: the whole batch is one long query block
             folded = call.query.transpose(0, 1).reshape(1, heads, batch * length, width)

@@ -29,12 +29,12 @@ class StateLookup(Protocol):
 
 
 class Virtual:
-    """A source whose states come from a lookup, so that nothing of the prefix is attended to."""
+    """A source whose states come from a lookup: nothing of the prefix of `seen` tokens is attended to."""
 
     batch = 1
 
-    def __init__(self, lookup: StateLookup, counters: dict[str, int]) -> None:
-        self.lookup, self.counters, self.entries = lookup, counters, lookup.entries
+    def __init__(self, lookup: StateLookup, counters: dict[str, int], seen: int) -> None:
+        self.lookup, self.counters, self.entries, self.seen = lookup, counters, lookup.entries, seen
 
     def tensors(self) -> list[torch.Tensor]:
         """The memory's tensors."""
@@ -46,6 +46,7 @@ class Virtual:
 
     def state(self, call: Call, layer: DenseLayer) -> tuple[torch.Tensor, torch.Tensor]:
         """Look up every query token's state; padded tokens get one too, which nothing reads."""
+        call.padding.refuse_inside(0, self.seen)
         query = self.lookup.key_queries(call, layer.q_positions)
         batch, heads, length, width = query.shape
         a, s = self.lookup.find(query.transpose(1, 2).reshape(batch * length, heads, width))

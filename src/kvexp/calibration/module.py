@@ -17,7 +17,7 @@ import lightning
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from kvexp.calibration.store import COLLECTED
+from kvexp.calibration.store import finish, whole
 from kvexp.errors import UserError
 from kvexp.logs import rank
 from kvexp.progress import track
@@ -99,10 +99,20 @@ class Runner:
     @property
     def collected(self) -> bool:
         """Whether the samples of an earlier run with the same traces lie ready."""
-        return (self._root / COLLECTED).exists()
+        return whole(self._root)
 
     def run(self, step: Callable[[list[Any]], None], items: Sequence[Any], what: str) -> None:
-        """Call `step` once for each batch of this rank's items, without gradients."""
+        """Call `step` once for each batch of this rank's items, without gradients.
+
+        Raises UserError when the trainer ran a part of them: what is learnt from it would pass for the whole.
+        """
+        seen = 0
+
+        def counted(batch: list[Any]) -> None:
+            nonlocal seen
+            step(batch)
+            seen += len(batch)
+
         with quiet_lightning():
             self.trainer = self._make_trainer(
                 logger=False,
@@ -114,7 +124,13 @@ class Runner:
             batches = planned(items, self.batch_size, self.trainer.world_size)
             loader = DataLoader(Batches(batches), batch_size=None, collate_fn=list)  # token ids as they are
             with torch.no_grad():
-                self.trainer.predict(CalibrationModule(step), loader, return_predictions=False)
+                self.trainer.predict(CalibrationModule(counted), loader, return_predictions=False)
+        share = sum(map(len, batches[self.trainer.global_rank :: self.trainer.world_size]))
+        if seen != share:
+            raise UserError(
+                f"the trainer ran {seen} traces where this process has {share}: leave out the trainer keys"
+                " that choose a part of them, or that give every process all"
+            )
 
     def shards(self) -> list[Path]:
         """Wait for all ranks, and return their folders in rank order; only rank 0 goes on from here."""
@@ -122,8 +138,7 @@ class Runner:
             self.trainer.strategy.barrier("kvexp-shards")
         if rank() > 0:
             raise SystemExit(0)
-        (self._root / COLLECTED).touch()
-        return sorted(self._root.glob("rank-*"))
+        return finish(self._root)
 
     def track(self, items: Iterable[Any], what: str, total: int | None = None) -> Iterator[Any]:
         """Iterate with a progress bar."""

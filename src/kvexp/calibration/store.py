@@ -18,7 +18,7 @@ from typing import Any
 from kvexp.files import file_lock
 from kvexp.logs import rank
 
-COLLECTED = "complete"  # a file that says that all ranks' samples are there
+COLLECTED = "complete"  # a file that names the folders of all ranks once all samples are there
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +26,22 @@ log = logging.getLogger(__name__)
 def fingerprint(facts: dict[str, Any]) -> str:
     """Return 16 hex digits over the canonical JSON of `facts`."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def finish(folder: Path) -> list[Path]:
+    """Mark the samples in `folder` as complete, and return the folders of the ranks in order."""
+    parts = sorted(folder.glob("rank-*"))
+    (folder / COLLECTED).write_text("\n".join(part.name for part in parts))
+    return parts
+
+
+def whole(folder: Path) -> bool:
+    """Return whether `folder` holds complete samples, every file as long as it should be."""
+    from kvexp.stats.samples import sound  # needs torch
+
+    marker = folder / COLLECTED
+    names = marker.read_text().split() if marker.exists() else []
+    return bool(names) and all(sound(folder / name) for name in names)
 
 
 class Store:
@@ -36,10 +52,10 @@ class Store:
 
     @contextmanager
     def samples(self, facts: dict[str, Any], keep: bool) -> Iterator[Path]:
-        """The folder of the samples that `facts` describe, the same for every rank; removed unless kept.
+        """The folder of the samples that `facts` describe, the same for every rank.
 
         One cell at a time works in it; another that wants the same samples finds them there when they are
-        kept.
+        kept. What is there whole stays; what was collected here is removed unless `keep`.
         """
         folder = self.root / f"samples-{fingerprint(facts)}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -48,13 +64,15 @@ class Store:
             return
         with file_lock(self.root / f".{folder.name}.lock"):
             folder.mkdir(exist_ok=True)
-            if not (folder / COLLECTED).exists():  # what a killed run left
+            kept = whole(folder)
+            if not kept:  # what a killed run left, or what was damaged since
+                (folder / COLLECTED).unlink(missing_ok=True)
                 for part in folder.glob("rank-*"):
                     shutil.rmtree(part)
             try:
                 yield folder
             finally:
-                if not keep:
+                if not keep and not kept:
                     (folder / COLLECTED).unlink(missing_ok=True)  # first: a kill from here on leaves a rest
                     shutil.rmtree(folder, ignore_errors=True)
 

@@ -63,6 +63,7 @@ class Method:
     needs_shared_context: ClassVar[bool] = False  # serves only tasks with one context for all queries
     needs_calibration: ClassVar[bool] = False
     needs_full_layer: ClassVar[bool] = False  # needs a layer that attends to the whole context
+    exact: ClassVar[bool] = True  # whether it equals full attention when the budget holds everything
     uses_budget: ClassVar[bool] = True  # else every budget is the same cell, `full`
     expects: ClassVar[
         tuple[str, ...]
@@ -74,15 +75,26 @@ class Method:
         return None
 
     def encode(
-        self, model: Any, context: Context | Sequence[int], memory: Any = None, budget: Budget | None = None
+        self,
+        model: Any,
+        context: Context | Sequence[int],
+        memory: Any = None,
+        budget: Budget | int | str | None = None,
     ) -> KVCache:
-        """Return a cache that stands for `context`; once per context, queries then `fork` it."""
+        """Return a cache that stands for `context`; once per context, queries then `fork` it.
+
+        `budget` is a Budget, or is written as on the command line. What the cache has seen is
+        `method.select(context, budget)`: `generate` wants these ids before the query's, not all of `context`,
+        since it skips as many of its input ids as the cache has seen.
+        """
+        from kvexp.budget import Budget
         from kvexp.cache.kv_cache import empty_cache, prefill
 
+        budget = None if budget is None else Budget.parse(budget, len(context))
         with self.attach(model, memory):
             return prefill(model, self.select(context, budget), empty_cache(model))
 
-    def select(self, context: Context | Sequence[int], budget: Budget | None) -> Sequence[int]:
+    def select(self, context: Context | Sequence[int], budget: Budget | int | str | None) -> Sequence[int]:
         """Return the token ids that are really encoded (text-level methods choose some)."""
         return context.ids if isinstance(context, Context) else context
 

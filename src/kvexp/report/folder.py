@@ -85,7 +85,7 @@ class RunFolder:
         """Note the hashes of model and data; raise UserError when an interrupted run had others."""
         path = self.path / "inputs.json"
         if path.exists():
-            before = json.loads(path.read_bytes())
+            before = self._inputs(path)
             for name, value in hashes.items():
                 if before.get(name, value) != value:
                     raise UserError(
@@ -93,6 +93,15 @@ class RunFolder:
                         f"{value[:12]} now): start with resume=false, which runs the cell anew"
                     )
         write_atomic(path, (json.dumps(dict(hashes), indent=2) + "\n").encode())
+
+    def _inputs(self, path: Path) -> dict[str, str]:
+        try:
+            before = json.loads(path.read_bytes())
+        except ValueError:
+            before = None
+        if not isinstance(before, dict) or not all(isinstance(value, str) for value in before.values()):
+            raise UserError(f"{path} is damaged: start with resume=false, which sets the old files aside")
+        return before
 
     def write_memory(self, pointer: Mapping[str, Any]) -> None:
         """Write memory.json."""

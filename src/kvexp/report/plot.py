@@ -32,7 +32,7 @@ def storage_plot(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
             found = [record["metrics"][name] for record in row.records]
             stored = [record["cache"]["kv_token_equivalents"] for record in row.records]
             value = sum(metric["value"] for metric in found) / len(found)
-            error = sum(metric["stderr"] ** 2 for metric in found) ** 0.5 / len(found)
+            error = sum((metric["stderr"] or 0) ** 2 for metric in found) ** 0.5 / len(found)
             axis.errorbar(
                 sum(stored) / len(stored),
                 value,

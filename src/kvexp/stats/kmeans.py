@@ -162,8 +162,8 @@ def _plus_plus(rows: Tensor, k: int, rng: np.random.Generator) -> Tensor:
         near = squares[:, None] - 2 * rows @ rows[fresh].T + squares[fresh]
         distance = torch.minimum(distance, near.min(dim=1).values.clamp(min=0))
         distance[fresh] = 0
-        noise = torch.from_numpy(rng.gumbel(size=len(rows))).to(distance.device)  # top-n draws without replacement
-        score = distance.double().log() + noise
+        noise = torch.from_numpy(rng.gumbel(size=len(rows))).to(distance.device)
+        score = distance.double().log() + noise  # its top n are n draws without replacement
         fresh = score.topk(min(group, k - len(chosen))).indices.sort().values.tolist()
         chosen += fresh
     return rows[chosen]

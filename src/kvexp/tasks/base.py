@@ -108,6 +108,10 @@ class Task(ABC):
     ) -> TaskSet:
         """Return the context and documents of `split` for a tokenizer; `limit` keeps the first documents."""
 
+    def data_sha256(self, data_dir: str | None) -> str | None:
+        """Return `TaskSet.data_sha256` of the files in `data_dir`; None where it cannot be told cheaply."""
+        return None
+
 
 def at_least(name: str, value: int | None, minimum: int) -> None:
     """Raise UserError when `value` is less than `minimum`; None passes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,20 +36,26 @@ SOURCES = {
 }
 
 
-def load_rows(name: str, split: str, data_dir: str | None = None) -> list[dict[str, str]]:
+def load_rows(
+    name: str, split: str, data_dir: str | None = None, fields: Sequence[str] = ()
+) -> list[dict[str, str]]:
     """Return the rows of a set in published order, with the fields that its files have.
 
     Args:
         name: banking77, clinc150 or trec.
         split: train or test.
         data_dir: the folder; None: the environment variable KVEXP_DATA_DIR, or the hub where that is unset.
+        fields: the fields that every row of a folder must have.
 
     Raises:
-        UserError: the folder lacks the file, or the hub cannot be read.
+        UserError: the folder lacks the file, a row lacks a field, or the hub cannot be read.
     """
     folder = data_dir or os.environ.get("KVEXP_DATA_DIR")
     if folder:
-        return _read_file(Path(folder).expanduser() / name / f"{split}.jsonl.gz", folder)
+        path = Path(folder).expanduser() / name / f"{split}.jsonl.gz"
+        rows = _read_file(path, folder)
+        _need_fields(rows, fields, path)
+        return rows
     return _read_hub(name, split)
 
 
@@ -64,6 +70,13 @@ def _read_file(path: Path, folder: str) -> list[dict[str, str]]:
             return [json.loads(line) for line in lines if line.strip()]
     except (OSError, EOFError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({_first_line(error)}): fetch it again") from error
+
+
+def _need_fields(rows: Sequence[Any], fields: Sequence[str], path: Path) -> None:
+    for number, row in enumerate(rows, 1):
+        for key in fields:
+            if not isinstance(row, dict) or not isinstance(row.get(key), str):
+                raise UserError(f"{path} has no text '{key}' in row {number}: fetch it again")
 
 
 def _read_hub(name: str, split: str) -> list[dict[str, str]]:

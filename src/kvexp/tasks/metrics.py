@@ -17,19 +17,22 @@ _CELLS = 4_000_000  # counts held at a time: bounds memory on large sets
 
 
 class Metric(TypedDict):
-    """A figure over `n` documents with its standard error."""
+    """A figure over `n` documents with its standard error (None for one document, which tells none)."""
 
     value: float
-    stderr: float
+    stderr: float | None
     n: int
     higher_is_better: bool
 
 
 class Interval(NamedTuple):
-    """A mean over documents, its bootstrap standard error, and the central 95 % of the bootstrap."""
+    """A mean over documents, its bootstrap standard error, and the central 95 % of the bootstrap.
+
+    One document tells no standard error: it is None.
+    """
 
     value: float
-    stderr: float
+    stderr: float | None
     low: float
     high: float
 
@@ -38,7 +41,7 @@ class Difference(NamedTuple):
     """Run a minus run b over the same `n` documents: an interval, documents won and lost, and McNemar's p."""
 
     value: float
-    stderr: float
+    stderr: float | None
     low: float
     high: float
     wins: int
@@ -115,7 +118,8 @@ def bootstrap(values: Sequence[float], seed: int = 0) -> Interval:
     data = _data(values)
     draws = np.concatenate([counts @ data / len(data) for counts in _resamples(len(data), seed)])
     low, high = np.quantile(draws, [0.025, 0.975])
-    return Interval(float(data.mean()), _spread(draws), float(low), float(high))
+    stderr = _spread(draws) if len(data) > 1 else None
+    return Interval(float(data.mean()), stderr, float(low), float(high))
 
 
 def paired_difference(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Difference:
@@ -152,8 +156,8 @@ def _resamples(n: int, seed: int) -> Iterator[np.ndarray]:
         yield rng.multinomial(n, np.full(n, 1 / n), size=rows).astype(np.float64)
 
 
-def _metric(value: float, stderr: float, n: int, higher_is_better: bool) -> Metric:
-    return {"value": value, "stderr": stderr, "n": n, "higher_is_better": higher_is_better}
+def _metric(value: float, stderr: float | None, n: int, higher_is_better: bool) -> Metric:
+    return {"value": value, "stderr": stderr if n > 1 else None, "n": n, "higher_is_better": higher_is_better}
 
 
 def _spread(draws: np.ndarray) -> float:

@@ -5,14 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvexp.errors import UserError
 from kvexp.tasks import metrics
 
 LOWER_IS_BETTER = ("kl",)
 FIDELITY = ("kl", "top1_agreement")
 
 
+def check_scores(samples: Sequence[dict[str, Any]]) -> None:
+    """Raise UserError unless all samples have the same scores, which are numbers: other code wrote some."""
+    expected = set(samples[0].get("scores") or ())
+    for sample in samples:
+        scores = sample.get("scores") or {}
+        if set(scores) != expected or not all(isinstance(value, int | float) for value in scores.values()):
+            raise UserError(
+                f"sample {sample.get('id')!r} has other scores than the first one: start with resume=false,"
+                " which sets the old files aside"
+            )
+
+
 def label_metrics(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return accuracies (raw, calibrated, free) and macro-F1 (raw, calibrated) of a label task's samples."""
+    check_scores(samples)
     names = [name for name in samples[0]["scores"] if name not in FIDELITY]
     found: dict[str, Any] = {
         name: metrics.mean([sample["scores"][name] for sample in samples], name not in LOWER_IS_BETTER)
@@ -28,6 +42,7 @@ def label_metrics(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def fidelity_summary(samples: Sequence[dict[str, Any]], decay: dict[str, Any] | None) -> dict[str, Any]:
     """Return the `fidelity` section: KL to full attention (mean, median, errors) and top-1 agreement."""
+    check_scores(samples)
     kl = [sample["scores"]["kl"] for sample in samples]
     agreement = [sample["scores"]["top1_agreement"] for sample in samples]
     mean, middle = metrics.mean(kl, False), metrics.median(kl, False)

@@ -21,6 +21,6 @@ class NoContext(Method):
     family: ClassVar[str] = "baseline"
     uses_budget: ClassVar[bool] = False
 
-    def select(self, context: Context | Sequence[int], budget: Budget | None) -> Sequence[int]:
+    def select(self, context: Context | Sequence[int], budget: Budget | int | str | None) -> Sequence[int]:
         """Return the header's ids."""
         return getattr(context, "header", ())

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
+from kvexp.budget import Budget
 from kvexp.errors import UserError
 from kvexp.methods.base import Method
 from kvexp.prompt import Context
-
-if TYPE_CHECKING:
-    from kvexp.budget import Budget
 
 
 @dataclass(frozen=True)
@@ -27,11 +25,12 @@ class Truncate(Method):
 
     keep: Literal["tail", "head"] = "tail"
 
-    def select(self, context: Context | Sequence[int], budget: Budget | None) -> Sequence[int]:
+    def select(self, context: Context | Sequence[int], budget: Budget | int | str | None) -> Sequence[int]:
         """Return header + the demonstrations that fit; of a plain list of ids, its first or last tokens."""
         if not isinstance(context, Context):
             context = Context((), tuple((token,) for token in context))
-        if budget is None or budget.rows is None or len(context) <= budget.rows:
+        budget = Budget(None) if budget is None else Budget.parse(budget, len(context))
+        if budget.rows is None or len(context) <= budget.rows:
             return context.ids
         room = budget.rows - len(context.header)
         if room < 0:

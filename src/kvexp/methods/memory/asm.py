@@ -113,7 +113,11 @@ class ASM(Method):
         return prepare(self, model, calibration, budget)
 
     def encode(
-        self, model: Any, context: Context | Sequence[int], memory: Any = None, budget: Budget | None = None
+        self,
+        model: Any,
+        context: Context | Sequence[int],
+        memory: Any = None,
+        budget: Budget | int | str | None = None,
     ) -> KVCache:
         """Return a cache that has seen the prefix and stores only the memory's entries."""
         from kvexp.methods.memory.prepare import virtual_cache

@@ -26,7 +26,11 @@ def key_space(
     """Return the queries [B, Hq, T, D] that are compared with keys, for `method.key`."""
     if key == "rope_actual":
         return query
-    assert query_pre is not None
+    if query_pre is None:
+        raise RuntimeError(
+            "this cache looks up queries before RoPE, which are not tapped here: "
+            "use `with method.attach(model)` of the method that encoded it"
+        )
     if key == "rope_unified":
         length = query_pre.shape[-2]
         positions = torch.full((length,), unified_position, device=query_pre.device)

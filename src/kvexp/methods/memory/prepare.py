@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from functools import partial
 from typing import Any
@@ -9,15 +10,18 @@ from typing import Any
 import torch
 
 from kvexp.attention import families
+from kvexp.attention.attach import attention_modules
 from kvexp.attention.options import options_of
 from kvexp.cache.dense import DenseLayer
 from kvexp.cache.kv_cache import KVCache, row_bytes
 from kvexp.cache.virtual import Virtual
+from kvexp.errors import UserError
 from kvexp.methods.memory.build import LayerBuilder, stored
 from kvexp.methods.memory.collect import Collector, encode_chunks
 from kvexp.methods.memory.grouping import Grouping
 from kvexp.methods.memory.lookup import LayerLookup
 from kvexp.methods.memory.states import LayerMemory, StateMemory, refuse_mismatch
+from kvexp.prompt import Context
 from kvexp.stats.samples import SampleStore
 
 log = logging.getLogger(__name__)
@@ -37,6 +41,10 @@ def dims(model: Any) -> tuple[int, int, int, int]:
 def prepare(method: Any, model: Any, calibration: Any, budget: Any) -> StateMemory:
     """Build the memory of `calibration.context` from `calibration.traces` (ASM, sections 5.1 to 5.5)."""
     families.require_full_layer(model.config.get_text_config())
+    if not calibration.traces or not all(map(len, calibration.traces)):
+        raise UserError(
+            "a memory is learnt from traces, and there is none, or one without tokens: pass others"
+        )
     q_heads, kv_heads, d, dv = dims(model)
     grouping = Grouping.of(method.layout, q_heads, kv_heads, method.heads_per_entry)
     tokens = sum(len(t) for t in calibration.traces) * (method.chunks if method.chunk_merge == "mean" else 1)
@@ -68,7 +76,32 @@ def identity(method: Any, model: Any) -> dict[str, Any]:
     config = model.config.get_text_config()
     sizes = "/".join(map(str, dims(model)))
     architecture = f"{config.model_type}, {config.num_hidden_layers} layers, heads {sizes}"
-    return {"architecture": architecture, "knobs": method.stored_knobs()}
+    return {
+        "architecture": architecture,
+        "dtype": str(model.dtype),
+        "weights": weights(model),
+        "knobs": method.stored_knobs(),
+    }
+
+
+@torch.no_grad()
+def weights(model: Any) -> str:
+    """Return 16 hex digits over a few rows of the embedding and of one projection of each layer."""
+    projections = (
+        next((p for p in module.parameters() if p.dim() == 2), None) for module in attention_modules(model)
+    )
+    some = hashlib.sha256()
+    for matrix in (model.get_input_embeddings().weight, *projections):
+        if matrix is not None:
+            rows = matrix[:: max(1, len(matrix) // 4)]
+            some.update(rows.float().cpu().contiguous().numpy().tobytes())
+    return some.hexdigest()[:16]
+
+
+def refuse_other(manifest: dict[str, Any], method: Any, model: Any) -> None:
+    """Raise UserError where a memory was built by another method, or on another model."""
+    asked = identity(method, model)
+    refuse_mismatch(manifest, asked)
 
 
 def row_numbers(model: Any) -> int:
@@ -128,9 +161,8 @@ def _described(layers: dict[int, LayerMemory], row: int) -> dict[str, Any]:
 
 def virtual_cache(method: Any, model: Any, context: Any, memory: StateMemory) -> KVCache:
     """Return a cache that has seen the prefix: full layers look up, sliding layers keep their last rows."""
-    refuse_mismatch(memory.manifest, identity(method, model))
-    if hasattr(context, "key"):
-        refuse_mismatch(memory.manifest, {"context": context.key})
+    refuse_other(memory.manifest, method, model)
+    refuse_mismatch(memory.manifest, {"context": Context.of(context).key})
     counters: dict[str, int] = {}
     backend, layers = options_of(model).backend, []
     for index, window in enumerate(families.layer_windows(model.config.get_text_config())):
@@ -138,7 +170,7 @@ def virtual_cache(method: Any, model: Any, context: Any, memory: StateMemory) ->
             layers.append(_sliding(memory.rows[index], memory.seen, window, backend))
             continue
         lookup = LayerLookup(memory.layers[index], model, index, method, counters)
-        layers.append(DenseLayer((Virtual(lookup, counters),), memory.seen, backend=backend))
+        layers.append(DenseLayer((Virtual(lookup, counters, memory.seen),), memory.seen, backend=backend))
     return KVCache(layers, counters)
 
 
@@ -146,5 +178,5 @@ def _sliding(rows: dict[str, torch.Tensor], seen: int, window: int, backend: str
     layer = DenseLayer((), seen, window, backend)
     layer.lazy_initialization(rows["keys"], rows["values"])
     layer.keys, layer.values, layer.rows = rows["keys"], rows["values"], rows["keys"].shape[2]
-    layer.slots, layer.positions = rows["slots"], rows["positions"]
+    layer.slots, layer.positions, layer.clean = rows["slots"], rows["positions"], seen
     return layer

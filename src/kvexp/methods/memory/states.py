@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from kvexp.errors import UserError
 from kvexp.methods.memory.grouping import Grouping
 
-FORMAT = 2  # of the files and of how they are made; part of the fingerprint
+FORMAT = 3  # of the files and of how they are made; part of the fingerprint
 TENSORS = "memory.safetensors"
 
 
@@ -101,12 +101,15 @@ class StateMemory:
     @classmethod
     def load(cls, folder: Path, expected: dict[str, Any]) -> StateMemory:
         """Read a memory; UserError if it is damaged or was built for something else than `expected` says."""
-        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest = _manifest(folder)
         refuse_mismatch(manifest, {**expected, "format": FORMAT}, folder)
+        for key in ("sha256", "groupings", "seen"):
+            if key not in manifest:
+                raise _damaged(folder, f"manifest.json has no {key}")
+        if not (folder / TENSORS).is_file():
+            raise _damaged(folder, f"{TENSORS} is missing")
         if _sha256(folder / TENSORS) != manifest["sha256"]:
-            raise UserError(
-                f"the memory in {folder} is damaged: remove that folder so that it is built again"
-            )
+            raise _damaged(folder, f"{TENSORS} is not what was written")
         flat = load_file(folder / TENSORS)
         layers: dict[int, LayerMemory] = {
             int(i): LayerMemory(Grouping(**grouping), {}) for i, grouping in manifest.pop("groupings").items()
@@ -117,6 +120,22 @@ class StateMemory:
             target = layers[int(index)].tensors if kind == "layer" else rows.setdefault(int(index), {})
             target[key] = tensor
         return cls(layers, rows, manifest)
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+    except (OSError, ValueError) as error:
+        raise _damaged(folder, "manifest.json cannot be read") from error
+    if not isinstance(manifest, dict):
+        raise _damaged(folder, "manifest.json is not a mapping")
+    return manifest
+
+
+def _damaged(folder: Path, what: str) -> UserError:
+    return UserError(
+        f"the memory in {folder} is damaged ({what}): remove that folder so that it is built again"
+    )
 
 
 def _sha256(path: Path) -> str:

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from kvexp.errors import UserError
 from kvexp.methods.memory.build import LayerBuilder
 from kvexp.methods.memory.collect import encode_chunks
-from kvexp.methods.memory.prepare import collected, identity, window_rows
-from kvexp.methods.memory.states import LayerMemory, StateMemory, refuse_mismatch
+from kvexp.methods.memory.prepare import collected, refuse_other, window_rows
+from kvexp.methods.memory.states import LayerMemory, StateMemory
 from kvexp.stats import kmeans
 from kvexp.stats.states import StateAccumulator, States
 from kvexp_kernels.merge_states.reference import merge_states
@@ -28,7 +28,7 @@ def update(method: Any, model: Any, memory: StateMemory, calibration: Any, conte
     The chunk is `calibration.context`; sliding-window layers keep its last rows. Raises UserError for int8
     entries and corrections, which cannot be added to, and for a memory that was built otherwise.
     """
-    refuse_mismatch(memory.manifest, identity(method, model))
+    refuse_other(memory.manifest, method, model)
     if method.entries == "int8" or method.residual or method.slope:
         raise UserError("a memory with int8 entries or corrections cannot be updated: build it again")
     caches = encode_chunks(method, model, calibration.context, count=1, end=memory.seen)
