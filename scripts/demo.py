@@ -41,8 +41,8 @@ the room of about 3,100 tokens.
 
 def main() -> int:
     """Run the six cells, then print table and claim and draw the plot."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("kvexp").setLevel(logging.INFO)
     seed, start = (sys.argv[1] if len(sys.argv) > 1 else "0"), time.perf_counter()
     common = ("task=intents", "model=smollm2-135m", f"seed={seed}", f"output_dir={OUTPUT}", "logger=none")
     cells = [cell for row in ROWS for cell in settings_of([*row, *common])]
