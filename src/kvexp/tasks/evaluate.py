@@ -18,7 +18,7 @@ from kvexp.prompt import Context
 from kvexp.tasks.adapter import KVLM, query_instance
 from kvexp.tasks.base import Document, TaskSet
 from kvexp.tasks.metrics import first_line, same
-from kvexp.tasks.trie import Trie
+from kvexp.tasks.trie import Trie, calibrated, label_bias
 
 Item = TypeVar("Item")
 
@@ -49,14 +49,15 @@ class LabelEvaluation:
             self.adapter.label_scores([self.instance(query) for query in queries], self.trie)
             for queries in batched(sorted(self.task.calibration_queries, key=len), batch_size)
         ]
-        self.bias = torch.cat(scores).mean(0)
+        self.bias = label_bias(torch.cat(scores))
 
     def score(self, documents: Sequence[Document]) -> list[dict[str, Any]]:
         """Return the samples of one batch."""
         assert self.bias is not None, "measure_bias comes first"
         instances = self.instances(documents)
         scores = self.adapter.label_scores(instances, self.trie)
-        raw, calibrated = scores.argmax(-1).tolist(), (scores - self.bias).argmax(-1).tolist()
+        raw = scores.argmax(-1).tolist()
+        unbiased = calibrated(scores, self.bias).argmax(-1).tolist()
         made, ends = self.adapter.continue_all(instances, self.task.max_new_tokens, self.stopped)
         fidelity = self.fidelity(instances, documents)
         samples = []
@@ -64,7 +65,7 @@ class LabelEvaluation:
             text = self.adapter.tokenizer.decode(made[row], skip_special_tokens=True)
             answers = {
                 "answer": self.task.labels[raw[row]],
-                "answer_calibrated": self.task.labels[calibrated[row]],
+                "answer_calibrated": self.task.labels[unbiased[row]],
                 "answer_free": first_line(text, self.task.stop),
             }
             samples.append(
