@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 CELL_DIGITS = 10
 # What a model is called here, where it runs, and what its configuration says anyway.
 _ELSEWHERE = ("name", "device", "device_map", "full_attention")
-_UNSEEN = ("batch_size", "empty_prefix", "keep_samples")
 
 
 def canonical(value: object) -> str:
@@ -43,7 +42,7 @@ def cell_hash(identity: Mapping[str, object]) -> str:
 def identity(settings: Settings) -> dict[str, Any]:
     """Return every choice that can change an answer, and none of paths, devices, loggers and batch sizes."""
     model = {key: item for key, item in knobs(settings.model).items() if key not in _ELSEWHERE}
-    calibration = {key: item for key, item in knobs(settings.calibration).items() if key not in _UNSEEN}
+    calibration = {"name": settings.calibration.name, **settings.calibration.learnt()}
     if settings.calibration_task is not None:
         calibration["task"] = {"name": settings.calibration.task, **knobs(settings.calibration_task)}
     return {
@@ -57,6 +56,7 @@ def identity(settings: Settings) -> dict[str, Any]:
         "split": settings.split,
         "limit": settings.limit,
         "fidelity": settings.fidelity,
+        **({"sampling": knobs(settings.sampling)} if settings.task.kind == "questions" else {}),
     }
 
 
@@ -73,7 +73,8 @@ def _plain(value: object) -> object:
     if isinstance(value, Fraction | Path):
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return knobs(value)
+        name = getattr(value, "id", None)  # a part of a composed method: two methods may have the same knobs
+        return knobs(value) if name is None else {"name": str(name), **knobs(value)}
     if isinstance(value, Mapping):
         return {_key(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

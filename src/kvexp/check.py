@@ -1,7 +1,8 @@
 """Values held against the annotations of a dataclass: a wrong knob is one sentence now and no crash later.
 
 The annotations understood are those that a knob may have: int, float, bool, str, Literal, `X | None`, tuple,
-list, dict and Any. Ranges are not checked here; a dataclass checks its own in `__post_init__`.
+list, dict, another dataclass and Any. Ranges are not checked here; a dataclass checks its own in
+`__post_init__`.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ def describe(annotation: Any) -> str:
         return " or ".join(describe(part) for part in arguments)
     if origin in (tuple, list):
         return f"a list [a,b] of which each is {describe(arguments[0])}" if arguments else "a list [a,b]"
+    if dataclasses.is_dataclass(annotation):
+        return f"a choice of kind {annotation.__name__}"  # type: ignore[union-attr]
     return (
         "anything" if annotation is Any else "a mapping {key: value}" if origin is dict else str(annotation)
     )
@@ -116,6 +119,8 @@ def _convert(given: Any, annotation: Any) -> Any:
         return _expect(given is None, given)
     if origin in (tuple, list) or annotation in (tuple, list):
         return _sequence(given, origin or annotation, arguments)
+    if dataclasses.is_dataclass(annotation):
+        return _expect(isinstance(given, annotation), given)  # type: ignore[arg-type]
     if origin is dict or annotation is dict:
         return _expect(isinstance(given, Mapping), given)
     raise TypeError(f"a knob cannot be annotated with {annotation}: see kvexp.check for what it may be")

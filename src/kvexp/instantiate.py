@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_type_hints
+
+import yaml
 
 from kvexp import check
+from kvexp.advice import no_choice
+from kvexp.compose import conf_dir
 from kvexp.errors import UserError
 
 
@@ -28,7 +32,29 @@ def build(group: str, choice: str, node: Mapping[str, Any]) -> Any:
     owner = f"{group} {choice}"
     cls = target(group, choice, node)
     values = {key: value for key, value in node.items() if key != "_target_"}
+    for key in values.keys() & _nested(cls):
+        values[key] = _part(group, f"{group}.{key}", values[key])
     return cls(**check.fields(cls, values, group, owner))
+
+
+def _nested(cls: type) -> set[str]:
+    """Return the fields of `cls` that hold another dataclass of its group, such as the base of a method."""
+    hints = get_type_hints(cls)
+    return {f.name for f in dataclasses.fields(cls) if dataclasses.is_dataclass(hints[f.name])}
+
+
+def _part(group: str, key: str, given: Any) -> Any:
+    """Build a part of a composed choice from its name, or from {name: NAME, knob: value}."""
+    if dataclasses.is_dataclass(given):
+        return given
+    knobs = {"name": given} if isinstance(given, str) else dict(given) if isinstance(given, Mapping) else {}
+    name = knobs.pop("name", None)
+    files = {path.stem: path for path in (conf_dir() / group).glob("*.yaml")}
+    if not isinstance(name, str):
+        raise UserError(f"{key} is the name of a {group}, or {{name: NAME, knob: value}}")
+    if name not in files:
+        raise UserError(no_choice(key, name, list(files)))
+    return build(group, name, {**yaml.safe_load(files[name].read_text(encoding="utf-8")), **knobs})
 
 
 def target(group: str, choice: str, node: Mapping[str, Any]) -> Any:

@@ -29,6 +29,7 @@ class Padding:
 
     def __init__(self, columns: torch.Tensor | None) -> None:
         self.columns = columns
+        self._counted: tuple[tuple[int, int], list[int]] | None = None
 
     def at(self, slots: torch.Tensor) -> torch.Tensor | None:
         """Return [B, len(slots)] bool, true where the slot holds a real token; None when all do."""
@@ -41,6 +42,15 @@ class Padding:
         if self.columns is None:
             return 0
         return int(self._pads_before[end] - self._pads_before[start])
+
+    def real(self, start: int, end: int) -> list[int] | None:
+        """Return how many tokens at the slots start, ..., end - 1 are real, for each sequence; None: all."""
+        if not self.pads(start, end):
+            return None
+        if self._counted is None or self._counted[0] != (start, end):  # every layer asks for the same slots
+            assert self.columns is not None
+            self._counted = (start, end), self.columns[:, start:end].sum(1).tolist()
+        return self._counted[1]
 
     def refuse_inside(self, start: int, end: int) -> None:
         """Refuse pads at slots that held real tokens when they were encoded: the mask is of other ids."""

@@ -97,16 +97,20 @@ class DenseLayer(CacheLayerMixin):
         positions = kwargs.get("position_ids")
         self.q_positions = self.q_slots[None] if positions is None else positions.to(self.device)
         self._append(key_states, value_states)
+        self._place()
+        self.seen += length
+        kwargs["kvexp"] = self
+        self.pending = True
+        return self.keys, self.values
+
+    def _place(self) -> None:
+        """Remember where the new rows stand."""
         self.slots = torch.cat([self.slots, self.q_slots])
         old, new = self.positions, self.q_positions
         if old.shape[0] != new.shape[0]:
             batch = max(old.shape[0], new.shape[0])
             old, new = old.expand(batch, -1), new.expand(batch, -1)
         self.positions = torch.cat([old, new], dim=-1)
-        self.seen += length
-        kwargs["kvexp"] = self
-        self.pending = True
-        return self.keys, self.values
 
     def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Write new rows behind the old ones, in a buffer with room."""
@@ -150,6 +154,15 @@ class DenseLayer(CacheLayerMixin):
             allowed = allowed | (self.slots[None, None, :] == self.q_slots[None, :, None])
         return allowed[:, None]
 
+    @property
+    def wants_lse(self) -> bool:
+        """Whether something reads the log-sum-exp, though nothing may have to be merged."""
+        return False
+
+    @property
+    def _clean_from(self) -> int:
+        return self.start
+
     def _window(self, call: Call) -> int | None:
         return call.window if call.window is not None else self.window
 
@@ -163,11 +176,11 @@ class DenseLayer(CacheLayerMixin):
         """Return (output [B, Hq, T, Dv], lse or None) over the sources and the layer's own rows."""
         self.pending = False
         call.padding.refuse_inside(self.start, self.clean)
-        if not call.padding.pads(self.start, self.seen):
+        if not call.padding.pads(self._clean_from, self.seen):
             self.clean = self.seen
         causal = self._is_triangle(call)
         visible = None if causal else self.visible(call)
-        if not (self.sources or call.needs_lse):
+        if not (self.sources or call.needs_lse or self.wants_lse):
             return attend_without_lse(call.query, call.key, call.value, call.scale, visible, causal), None
         local = attend(call.query, call.key, call.value, call.scale, visible, causal, self.backend)
         before = [source.state(call, self) for source in self.sources]
@@ -220,6 +233,15 @@ class DenseLayer(CacheLayerMixin):
         own = [self.keys, self.values] if self.is_initialized else []
         return own + [t for source in self.sources for t in source.tensors()]
 
+    def tensors_by_batch(self) -> list[tuple[int, list[torch.Tensor]]]:
+        """Return (sequences that they are for, tensors) of the own rows and of each source."""
+        of_sources = [(source.batch, source.tensors()) for source in self.sources]
+        if not self.is_initialized:
+            return of_sources
+        known = {t.data_ptr() for _, tensors in of_sources for t in tensors}
+        own = [t for t in self.tensors() if t.data_ptr() not in known]
+        return [*of_sources, (self.keys.shape[0], own)]
+
     def nbytes(self) -> int:
         """Bytes of rows and entries (room that a buffer keeps is not counted)."""
         return sum(t.numel() * t.element_size() for t in self.tensors())
@@ -258,8 +280,12 @@ class DenseLayer(CacheLayerMixin):
         """Follow the beams."""
         self.batch_select_indices(beam_idx)
 
+    @property
+    def batch(self) -> int:
+        """Sequences that the layer tells apart; 1 serves any batch."""
+        own = self.keys.shape[0] if self.rows else 1
+        return max(own, *(source.batch for source in self.sources), 1)
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence."""
-        own = self.keys.shape[0] if self.rows else 1
-        batch = max(own, *(source.batch for source in self.sources), 1)
-        self.batch_select_indices(torch.arange(batch).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(self.batch).repeat_interleave(repeats))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from kvexp.prompt import Context
 
@@ -61,7 +61,9 @@ class Method:
     family: ClassVar[str]
     paper: ClassVar[str] = ""
     needs_shared_context: ClassVar[bool] = False  # serves only tasks with one context for all queries
+    memory_id: ClassVar[str] = ""  # names its memories in the store; "": the method's own name
     needs_calibration: ClassVar[bool] = False
+    learns_from: ClassVar[Literal["traces", "text"]] = "traces"  # of the task, or of a corpus
     needs_full_layer: ClassVar[bool] = False  # needs a layer that attends to the whole context
     exact: ClassVar[bool] = True  # whether it equals full attention when the budget holds everything
     uses_budget: ClassVar[bool] = True  # else every budget is the same cell, `full`
@@ -70,6 +72,22 @@ class Method:
     ] = ()  # counters that must be above zero when the context exceeds the budget
     taps: ClassVar[bool] = False  # whether its layers read pre-RoPE queries
 
+    def memory_class(self) -> Any:
+        """Return the class of the memory that `prepare` builds: `FORMAT`, `load(folder, facts)`."""
+        raise NotImplementedError(f"{self.id} learns nothing")
+
+    def memory_facts(self, budget: Budget, seed: int) -> dict[str, Any]:
+        """Return what decides, beside model and calibration, what a memory holds: its fingerprint."""
+        return {"budget": str(budget), "seed": seed}
+
+    def sample_knobs(self) -> dict[str, Any]:
+        """Return the knobs that decide what is collected on disk; memories that share them share it."""
+        return {}
+
+    def tokenized(self, tokenizer: Any) -> Method:
+        """Return the method with texts among its knobs turned into token ids, where it has any."""
+        return self
+
     def prepare(self, model: Any, calibration: Calibration, budget: Budget) -> Any:
         """Learn from calibration; return a Memory, or None when there is nothing to learn."""
         return None
@@ -77,12 +95,13 @@ class Method:
     def encode(
         self,
         model: Any,
-        context: Context | Sequence[int],
+        context: Context | Sequence[int] | Sequence[Context],
         memory: Any = None,
         budget: Budget | int | str | None = None,
     ) -> KVCache:
         """Return a cache that stands for `context`; once per context, queries then `fork` it.
 
+        Several contexts are encoded as one batch, padded on the left.
         `budget` is a Budget, or is written as on the command line. What the cache has seen is
         `method.select(context, budget)`: `generate` wants these ids before the query's, not all of `context`,
         since it skips as many of its input ids as the cache has seen.
@@ -90,9 +109,13 @@ class Method:
         from kvexp.budget import Budget
         from kvexp.cache.kv_cache import empty_cache, prefill
 
-        budget = None if budget is None else Budget.parse(budget, len(context))
+        contexts = several(context)
+        budget = None if budget is None else Budget.parse(budget, max(map(len, contexts)))
         with self.attach(model, memory):
-            return prefill(model, self.select(context, budget), empty_cache(model))
+            return prefill(model, [self.select(one, budget) for one in contexts], empty_cache(model))
+
+    def check_budget(self, budget: Budget) -> None:
+        """Raise UserError where the method can do nothing with so few rows; called before anything loads."""
 
     def select(self, context: Context | Sequence[int], budget: Budget | int | str | None) -> Sequence[int]:
         """Return the token ids that are really encoded (text-level methods choose some)."""
@@ -105,3 +128,10 @@ class Method:
 
         with attached(model, tap=self.taps):
             yield
+
+
+def several(context: Context | Sequence[int] | Sequence[Context]) -> list[Context | Sequence[int]]:
+    """Return a list of contexts: of one, or of several."""
+    if isinstance(context, Context) or not context or not isinstance(context[0], Context):
+        return [context]  # type: ignore[list-item]
+    return list(context)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kvexp.errors import UserError
-from kvexp.methods.base import Calibration, Method
+from kvexp.methods.base import Calibration, Method, several
 
 if TYPE_CHECKING:
     from kvexp.budget import Budget
@@ -115,7 +115,7 @@ class ASM(Method):
     def encode(
         self,
         model: Any,
-        context: Context | Sequence[int],
+        context: Context | Sequence[int] | Sequence[Context],
         memory: Any = None,
         budget: Budget | int | str | None = None,
     ) -> KVCache:
@@ -124,7 +124,10 @@ class ASM(Method):
 
         if memory is None:
             raise UserError("asm needs a memory: call method.prepare(model, calibration, budget) first")
-        return virtual_cache(self, model, context, memory)
+        contexts = several(context)
+        if len(contexts) > 1:
+            raise UserError("a memory stands for one context: encode one at a time")
+        return virtual_cache(self, model, contexts[0], memory)
 
     def update(
         self, model: Any, memory: StateMemory, calibration: Calibration, context: Context
@@ -137,8 +140,18 @@ class ASM(Method):
 
         return update(self, model, memory, calibration, context)
 
+    def memory_class(self) -> Any:
+        """The class of its memories."""
+        from kvexp.methods.memory.states import StateMemory
+
+        return StateMemory
+
+    def memory_facts(self, budget: Budget, seed: int) -> dict[str, Any]:
+        """Budget, seed and the knobs of building (lookups may change without building a memory again)."""
+        return {"knobs": self.stored_knobs(), **super().memory_facts(budget, seed)}
+
     def stored_knobs(self) -> dict[str, Any]:
-        """The knobs that decide what a memory holds (lookups may change without building it again)."""
+        """The knobs that decide what a memory holds."""
         return {name: value for name, value in asdict(self).items() if name not in INFERENCE_KNOBS}
 
     def sample_knobs(self) -> dict[str, Any]:

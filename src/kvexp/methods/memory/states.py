@@ -10,7 +10,7 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -58,6 +58,8 @@ class StateMemory:
 
     rows: by layer, keys and values [1, Hkv, n, D], slots [n], positions [1, n].
     """
+
+    FORMAT: ClassVar[int] = FORMAT
 
     layers: dict[int, LayerMemory]
     rows: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)

@@ -1,0 +1,236 @@
+"""When rows leave: the part of eviction that is the same for every method.
+
+An evictor belongs to one cache (forks have their own) and follows it through three phases: the prompt is
+being read (`prefill`), has been read but its end is still to come (`pending`: a compression that waits for
+the query), and `decode`. Each layer hands itself over right after it attended.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvexp.attention.function import Call
+from kvexp.cache.evicting import EvictingLayer, Window
+from kvexp.methods.eviction.meter import Meter
+from kvexp.methods.eviction.selection import choose
+from kvexp.methods.eviction.view import View
+
+if TYPE_CHECKING:
+    from kvexp.cache.kv_cache import KVCache
+    from kvexp.methods.eviction.base import EvictionMethod
+
+Targets = list[int]  # rows per KV head that each sequence may keep
+
+
+class MethodEvictor:
+    """Applies an eviction method to the full-attention layers of a cache."""
+
+    def __init__(
+        self,
+        method: EvictionMethod,
+        rows: int | None,
+        memory: Any = None,
+        meter: Meter | None = None,
+        model: Any = None,
+    ) -> None:
+        self.method, self.rows, self.memory, self.model = method, rows, memory, model
+        self.meter = meter or Meter()
+        self.phase = "pending"
+        self.closing = False  # the forward that runs now ends the prompt
+        self.prompt: torch.Tensor | None = None  # positions below it are the prompt's, [1 or B]
+        self.totals: list[list[int]] = []  # rows of all heads together, of each layer and sequence
+        self.tokens: list[list[int]] = []  # seen so far, of each layer and sequence
+        self.latest: list[int] = []  # tokens that this forward brought, of each sequence
+        self.compressed: set[int] = set()  # layers that have been compressed while decoding
+        self.waiting: list[tuple[View, torch.Tensor, Targets]] = []  # scores that wait for the other layers
+        self.layers: list[EvictingLayer] = []
+        self.counters: dict[str, int] = {}
+
+    @property
+    def wants_lse(self) -> bool:
+        """Whether the method reads attention probabilities."""
+        return self.rows is not None and self.method.observes
+
+    @property
+    def wants_rows(self) -> bool:
+        """Whether the method reads all rows at every step."""
+        return self.wants_lse
+
+    def bind(self, cache: KVCache) -> None:
+        """Follow `cache` from now on."""
+        self.layers = [layer for layer in cache.layers if isinstance(layer, EvictingLayer)]
+        self.cache, self.counters = cache, cache.counters
+        for layer in self.layers:
+            layer.evictor = self
+        if not self.totals:
+            self.totals = [[0] for _ in self.layers]
+            self.tokens = [[0] for _ in self.layers]
+        self._places = {id(layer): place for place, layer in enumerate(self.layers)}
+
+    def fork(self) -> MethodEvictor:
+        """Return an evictor in the same state, for a fork of the cache."""
+        twin = copy.copy(self)
+        twin.totals = [list(totals) for totals in self.totals]
+        twin.tokens = [list(tokens) for tokens in self.tokens]
+        twin.compressed, twin.waiting, twin.layers = set(self.compressed), [], []
+        return twin
+
+    def usage(self) -> dict[str, Any]:
+        """Return what a record says of the rows held: all of them where rows also leave while decoding."""
+        summary = self.meter.summary()
+        if self.rows is not None and self.method.during("decode").interval is not None:
+            return summary
+        return {name: summary[name] for name in ("storage", "entries_peak_prompt")}
+
+    def select(self, indices: torch.Tensor) -> None:
+        """Follow the cache to the sequences `indices` of its batch."""
+        chosen = indices.tolist()
+        self.totals, self.tokens = (
+            [[one[i] for i in chosen] if len(one) > 1 else one * len(chosen) for one in counts]
+            for counts in (self.totals, self.tokens)
+        )
+        if self.prompt is not None and self.prompt.shape[0] > 1:
+            self.prompt = self.prompt.index_select(0, indices.to(self.prompt.device))
+
+    def reading(self, last: bool) -> None:
+        """The next forward reads a part of the prompt, the last one or not."""
+        self.phase, self.closing = "prefill", last and not self.method.during("prefill").query_aware
+
+    def read(self) -> None:
+        """The prompt has been read; what waits for the query is still to come."""
+        self.phase = "pending" if self.method.during("prefill").query_aware else "decode"
+
+    def after(self, layer: EvictingLayer, call: Call) -> None:
+        """Follow a layer that has just attended, and evict where that is due."""
+        place = self._places[id(layer)]
+        self._count(place, layer, call)
+        if self.rows is not None:
+            self._act(place, layer, call)
+        if place == len(self.layers) - 1:
+            self._finish()
+
+    def _act(self, place: int, layer: EvictingLayer, call: Call) -> None:
+        if self.method.window_size:
+            layer.queries = Window.grown(layer.queries, call, layer.q_slots, self.method.window_size)
+        view = View(layer, call, self, place)
+        if self.method.observes or self.method.follows:
+            self.method.observe(view)
+        targets = self._targets(view)
+        if targets is None:
+            return
+        layer.own()
+        method = self.method.during(self.phase)
+        scores = method.combine(method.score(view), view)
+        if method.scope == "model":
+            self.waiting.append((view, scores, targets))
+        else:
+            self._evict(view, scores, targets, method)
+
+    def _count(self, place: int, layer: EvictingLayer, call: Call) -> None:
+        batch, length = call.query.shape[0], call.query.shape[2]
+        totals, tokens = self.totals[place], self.tokens[place]
+        if len(totals) != batch:
+            totals, tokens = totals * batch, tokens * batch
+        heads = layer.keys.shape[1]
+        real = call.padding.real(layer.seen - length, layer.seen) or [length] * batch
+        self.totals[place] = [old + heads * new for old, new in zip(totals, real, strict=True)]
+        if self.phase != "decode":
+            self.meter.prompt_peak = max(self.meter.prompt_peak, -(-max(self.totals[place]) // heads))
+        self.tokens[place] = [old + new for old, new in zip(tokens, real, strict=True)]
+        self.latest = real
+
+    def _targets(self, view: View) -> Targets | None:
+        """Return the rows per KV head that each sequence may keep now; None when nothing is due."""
+        method, heads, totals = self.method.during(self.phase), view.heads, self.totals[view.index]
+        assert self.rows is not None
+        if self.phase == "decode":
+            wanted = method.interval is not None
+        elif self.phase == "prefill" and not self.closing:
+            wanted = method.prefill == "chunks"
+        else:
+            wanted = method.prefill != "off"
+        if not wanted:
+            return None
+        seen = self.tokens[view.index]
+        limits = [method.layer_rows(view.index, view.n_layers, self.rows, tokens) for tokens in seen]
+        if self.phase == "decode":
+            due = [
+                self._is_due(view, total, heads, limit, tokens, new)
+                for total, limit, tokens, new in zip(totals, limits, seen, self.latest, strict=True)
+            ]
+        else:
+            due = [total > heads * limit for total, limit in zip(totals, limits, strict=True)]
+        if not any(due):
+            return None
+        lengths = [-(-total // heads) for total in totals]
+        return [limit if act else n for limit, act, n in zip(limits, due, lengths, strict=True)]
+
+    def _is_due(self, view: View, total: int, heads: int, limit: int, tokens: int, new: int) -> bool:
+        """Whether a sequence of `tokens` evicts after this step of decoding, which brought `new` of them."""
+        method = self.method.during(self.phase)
+        interval = method.interval or 1
+        if method.trigger == "length":
+            passed = tokens // interval > (tokens - new) // interval
+            return passed and total > heads * limit
+        slack = interval
+        if method.smooth and view.index not in self.compressed:  # layers take turns within an interval
+            slack = -(-(view.index + 1) * interval // view.n_layers)
+        return total >= heads * (limit + slack)
+
+    def _evict(self, view: View, scores: torch.Tensor, targets: Targets, method: EvictionMethod) -> None:
+        always = method.always(view)
+        self._keep(view.index, scores, method.allot(scores, targets, view, always), always)
+        if self.phase == "decode":
+            self.compressed.add(view.index)
+        method.evicted(view)
+
+    def compress(self, scores: Sequence[torch.Tensor], rows: Sequence[list[list[int]]]) -> None:
+        """Keep, between two forwards, `rows[layer][b][h]` rows: the best by each layer's scores [B, H, S]."""
+        for place, layer in enumerate(self.layers):
+            layer.own()
+            self._keep(place, scores[place], rows[place], None)
+
+    def _keep(
+        self, place: int, scores: torch.Tensor, rows: list[list[int]], always: torch.Tensor | None
+    ) -> None:
+        layer, before = self.layers[place], self.totals[place]
+        self.meter.scored += 1
+        indices, counted = choose(scores, rows, layer.valid, always)
+        ragged = any(len(set(of_heads)) > 1 for of_heads in rows)
+        self.meter.note_storage(ragged, counted is not None)
+        layer.keep(indices, counted, ragged)
+        if counted is None:
+            kept = [indices.shape[1] * indices.shape[2]] * len(before)
+        else:
+            kept = counted.sum((1, 2)).tolist()
+        self.totals[place] = kept
+        gone = sum(before) - sum(kept)
+        self.counters["evicted"] = self.counters.get("evicted", 0) + gone
+
+    def _finish(self) -> None:
+        """All layers have attended."""
+        if self.waiting:
+            method = self.method.during(self.phase)
+            views, scores, targets = zip(*self.waiting, strict=True)
+            for view, score, target in zip(
+                views, method.across(list(scores), list(views)), targets, strict=True
+            ):
+                self._evict(view, score, target, method)
+            self.waiting = []
+        between_chunks = self.phase == "prefill" and not self.closing
+        if self.phase != "prefill":
+            if self.prompt is None:
+                self.prompt = self.layers[-1].next_position
+            self.phase = "decode"
+        self.closing = False
+        if between_chunks:  # what is held there is the prompt's peak, which is counted apart
+            return
+        rows = [
+            max(-(-total // layer.keys.shape[1]) for total in totals)
+            for totals, layer in zip(self.totals, self.layers, strict=True)
+        ]
+        self.meter.measure(self.cache, rows)
