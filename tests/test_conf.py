@@ -10,17 +10,24 @@ from typing import Any
 import pytest
 import yaml
 
-from kvexp import helptext
+from kvexp import helptext, instantiate
 from kvexp.cli import settings_of
 from kvexp.compose import conf_dir
 from kvexp.errors import UserError
 from kvexp.schema import GROUPS, Config
-from kvexp.specs import CalibrationSpec, LoggerSpec, ModelSpec
+from kvexp.specs import TEXT_KEYS, TRACE_KEYS, CalibrationSpec, LoggerSpec, ModelSpec
 
 CONF = conf_dir()
 FILES = sorted(CONF.rglob("*.yaml"))
 CHOICES = [path for path in FILES if path.parent.name in GROUPS]
 NEEDED = {"hf": ["model.id=a/b"], "lm_eval": ["method=full", "task.name=some_task"]}
+for corpus in (CONF / "calibration").glob("*.yaml"):
+    if yaml.safe_load(corpus.read_text())["name"] == "text":
+        NEEDED[corpus.stem] = ["method=triattention"]
+for task in (CONF / "task").glob("*.yaml"):
+    node = yaml.safe_load(task.read_text())
+    if "_target_" in node and not instantiate.target("task", task.stem, node).shared_context:
+        NEEDED[task.stem] = ["method=full", *NEEDED.get(task.stem, [])[1:]]  # the default method needs one
 
 
 def _name(path: Path) -> str:
@@ -36,7 +43,14 @@ def _plain_defaults(cls: type) -> dict[str, Any]:
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         for field in dataclasses.fields(cls)
     }
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in instance.items()}
+    return {key: _written(value) for key, value in instance.items()}
+
+
+def _written(value: Any) -> Any:
+    """A default as a file writes it; a part of a composed method is named."""
+    if isinstance(value, tuple):
+        return list(value)
+    return value.id if dataclasses.is_dataclass(value) else value
 
 
 @pytest.mark.parametrize("path", FILES, ids=_name)
@@ -66,7 +80,18 @@ def test_models_show_every_key(path: Path) -> None:
 
 
 def test_calibration_and_loggers_agree_with_their_dataclass() -> None:
-    assert _load(CONF / "calibration/traces.yaml") == dataclasses.asdict(CalibrationSpec())
+    defaults = dataclasses.asdict(CalibrationSpec())
+    assert _load(CONF / "calibration/auto.yaml") == defaults
+    for path in (CONF / "calibration").glob("*.yaml"):
+        node = _load(path)
+        assert CalibrationSpec(**node).name == node["name"]
+        shown = {"traces": TRACE_KEYS, "text": TEXT_KEYS, "auto": (*TRACE_KEYS, *TEXT_KEYS)}[node["name"]]
+        more = {"name", "batch_size"} | (
+            {"empty_prefix", "keep_samples"} if node["name"] != "text" else set()
+        )
+        assert set(node) == {*shown, *more}
+        same = set(node) - {"name", "batch_size", "source"}
+        assert {key: node[key] for key in same} == {key: defaults[key] for key in same}
     assert _load(CONF / "logger/auto.yaml") == dataclasses.asdict(LoggerSpec())
     for name in ("none", "csv", "wandb"):
         node = _load(CONF / f"logger/{name}.yaml")
@@ -94,7 +119,8 @@ def test_every_choice_composes(path: Path) -> None:
             settings_of(words)
         words.append("method=full")
     (settings,) = settings_of(words)
-    assert settings.choices[path.parent.name].startswith(path.stem)
+    if path.name != "auto.yaml" or path.parent.name != "calibration":  # named by what it came to
+        assert settings.choices[path.parent.name].startswith(path.stem)
 
 
 @pytest.mark.parametrize("path", sorted((CONF / "experiment").rglob("*.yaml")), ids=_name)

@@ -17,6 +17,7 @@ from cells import cell, samples_of, words
 from kvexp import cli, embedded, tiny
 from kvexp import run as run_module
 from kvexp.budget import Budget
+from kvexp.evaluation import labels
 from kvexp.measure.answered import NothingHappened
 from kvexp.methods.baseline.full import Full
 from kvexp.report.record import COUNTERS, PROVENANCE, STORAGE, TIMING
@@ -215,7 +216,7 @@ def test_loggers_hear_how_a_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert heard == ["asm", "complete", 12, ("complete", None)]
     for error, outcome in ((KeyboardInterrupt(), "preempted"), (RuntimeError("boom"), "failed")):
         heard.clear()
-        monkeypatch.setattr(run_module.LabelEvaluation, "score", raiser(error))
+        monkeypatch.setattr(labels.LabelEvaluation, "score", raiser(error))
         with pytest.raises(type(error)):
             run(cell(tmp_path, "method=full"))
         assert heard == ["full", (outcome, str(error) or "KeyboardInterrupt")]

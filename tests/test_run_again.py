@@ -19,8 +19,8 @@ import pytest
 
 from cells import BATCHES, cell, samples_of, words
 from kvexp import model
-from kvexp import run as run_module
 from kvexp.errors import UserError
+from kvexp.evaluation import labels
 from kvexp.report.folder import RunFolder
 from kvexp.run import run
 
@@ -108,7 +108,7 @@ def test_a_run_goes_on_from_any_batch(
 def test_a_failed_cell_tells_why_and_goes_on(
     undisturbed: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings, score, calls = cell(tmp_path), run_module.LabelEvaluation.score, []
+    settings, score, calls = cell(tmp_path), labels.LabelEvaluation.score, []
 
     def failing(self: Any, documents: Any) -> Any:
         calls.append(documents)
@@ -117,7 +117,7 @@ def test_a_failed_cell_tells_why_and_goes_on(
         return score(self, documents)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module.LabelEvaluation, "score", failing)
+        patch.setattr(labels.LabelEvaluation, "score", failing)
         with pytest.raises(RuntimeError, match="the sky fell"):
             run(settings)
     record = json.loads((settings.run_dir / "record.json").read_text())
@@ -150,7 +150,7 @@ def test_changed_data_are_refused_and_run_anew(tmp_path: Path, monkeypatch: pyte
     more = [f"{key}={value}" for key, value in chosen.items()]
     settings = cell(tmp_path, *more)
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "label_metrics", refuse)
+        patch.setattr(labels, "label_metrics", refuse)
         with pytest.raises(AssertionError):
             run(settings)
     before = samples_of(settings)

@@ -17,7 +17,7 @@ from kvexp.budget import Budget
 from kvexp.cell import cell_hash, identity
 from kvexp.compose import conf_dir
 from kvexp.errors import UserError, suggest
-from kvexp.specs import CalibrationSpec, LoggerSpec, ModelSpec, at_least, refuse_partial, slug
+from kvexp.specs import CalibrationSpec, LoggerSpec, ModelSpec, SamplingSpec, at_least, refuse_partial, slug
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -47,6 +47,9 @@ class Config:
     split: str = "test"
     limit: int | None = None
     fidelity: bool = False
+    temperature: float = 0.0
+    top_p: float = 1.0
+    samples: int = 1
     batch_size: int = 32
     resume: bool = True
     fail_fast: bool = False
@@ -66,6 +69,7 @@ class Settings:
     calibration_task: Task | None  # whose traces are taken instead of the task's own
     trainer: dict[str, Any]
     logger: LoggerSpec
+    sampling: SamplingSpec
     budget: Budget
     seed: int
     split: str
@@ -87,6 +91,12 @@ class Settings:
         """The folder of this cell's files."""
         names = [self.choices[group] for group in ("task", "model", "method")]
         return self.output_dir.joinpath(*names, f"b{self.budget}", self.cell)
+
+    def load_task(self, tokenizer: Any) -> Any:
+        """Return the task's documents for a tokenizer."""
+        return self.task.load(
+            tokenizer, seed=self.seed, split=self.split, limit=self.limit, data_dir=self.data_dir
+        )
 
     def remarks(self) -> list[str]:
         """Return what is allowed but worth a line before the run starts."""
@@ -136,8 +146,8 @@ def _settings(
     values: dict[str, Any], plain: dict[str, Any], choices: dict[str, str], command: str
 ) -> Settings:
     model = _spec(ModelSpec, "model", values, choices)
-    calibration = _spec(CalibrationSpec, "calibration", values, choices)
     method = instantiate.build("method", choices["method"], values["method"])
+    calibration = _spec(CalibrationSpec, "calibration", values, choices).resolved(method)
     task = instantiate.build("task", choices["task"], values["task"])
     if method.needs_shared_context and not task.shared_context:
         raise UserError(
@@ -168,11 +178,13 @@ def _settings(
     _check_values(values)
     shared_tokens = getattr(task, "context_tokens", None) if task.shared_context else None
     budget = Budget.parse(values["budget"], shared_tokens)  # checked also where the method ignores it
+    method.check_budget(budget)
     output_dir = Path(values["output_dir"]).expanduser().absolute()
     settings = Settings(
         model=model,
         calibration=calibration,
         logger=_spec(LoggerSpec, "logger", values, choices),
+        sampling=_sampling(values, task, choices["task"]),
         method=method,
         task=task,
         calibration_task=_calibration_task(calibration.task),
@@ -182,7 +194,12 @@ def _settings(
         output_dir=output_dir,
         store_dir=Path(values["store_dir"] or output_dir / "store").expanduser().absolute(),
         data_dir=_data_dir(values["data_dir"]),
-        choices={**choices, "model": model.label, "task": _label(choices["task"], task)},
+        choices={
+            **choices,
+            "calibration": _corpus(choices, calibration),
+            "model": model.label,
+            "task": _label(choices["task"], task),
+        },
         config=plain,
         command=command,
         cell="",
@@ -192,6 +209,23 @@ def _settings(
 
 def _spec(cls: type[Spec], group: str, values: Mapping[str, Any], choices: Mapping[str, str]) -> Spec:
     return cls(**check.fields(cls, values[group], group, f"{group} {choices[group]}"))
+
+
+def _sampling(values: Mapping[str, Any], task: Task, choice: str) -> SamplingSpec:
+    spec = SamplingSpec(values["temperature"], values["top_p"], values["samples"])
+    if spec != SamplingSpec() and task.kind != "questions":
+        raise UserError(
+            f"temperature, top_p and samples mean nothing to task={choice}, which samples no answers:"
+            " leave them out"
+        )
+    return spec
+
+
+def _corpus(choices: Mapping[str, str], calibration: CalibrationSpec) -> str:
+    """Name what the choice `auto` came to."""
+    if choices["calibration"] != "auto":
+        return choices["calibration"]
+    return "traces" if calibration.name == "traces" else calibration.source
 
 
 def _label(choice: str, task: Task) -> str:

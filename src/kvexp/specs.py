@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,21 +67,75 @@ class ModelSpec:
             raise UserError(f"model={self.name} needs model.family=..., such as llama")
 
 
+TRACE_KEYS = ("n", "labels", "task")
+TEXT_KEYS = ("source", "path", "tokens", "segment")
+
+
 @dataclass(frozen=True)
 class CalibrationSpec:
-    """What a method learns from: `n` traces of the task, or of another label task."""
+    """What a method learns from.
 
-    name: Literal["traces"] = "traces"
+    `name` is what the choice amounts to: `traces` (n queries of the task, or of another label task), `text`
+    (tokens of a corpus, cut into segments), or `auto`, which is whichever the method learns from.
+    """
+
+    name: Literal["auto", "traces", "text"] = "auto"
     n: int = 300
     labels: Literal["none", "gold", "wrong", "model"] = "none"
     task: str | None = None
     empty_prefix: bool = False
     keep_samples: bool = False
+    source: str = "stdlib"
+    path: str | None = None
+    tokens: int = 24_000
+    segment: int = 2048
     batch_size: int = 32
 
     def __post_init__(self) -> None:
-        at_least("calibration.n", self.n, 1)
-        at_least("calibration.batch_size", self.batch_size, 1)
+        for key in ("n", "batch_size", "tokens"):
+            at_least(f"calibration.{key}", getattr(self, key), 1)
+        at_least("calibration.segment", self.segment, 16)
+
+    def resolved(self, method: Any) -> CalibrationSpec:
+        """Return what `auto` means for a method; UserError for a choice that the method cannot learn from."""
+        wanted = method.learns_from
+        if self.name not in ("auto", wanted) and method.needs_calibration:
+            instead = (
+                "calibration=traces" if wanted == "traces" else "calibration=stdlib, or calibration=text"
+            )
+            raise UserError(f"method={method.id} learns from {wanted}, not from {self.name}: use {instead}")
+        size = self.batch_size
+        if self.name == "auto" and wanted == "text":  # a segment is as long as many traces
+            size = max(1, size // 8)
+        return replace(self, name=wanted, batch_size=size)
+
+    def learnt(self) -> dict[str, Any]:
+        """Return the keys that decide what is learnt from."""
+        return {key: getattr(self, key) for key in (TRACE_KEYS if self.name == "traces" else TEXT_KEYS)}
+
+
+@dataclass(frozen=True)
+class SamplingSpec:
+    """How the answers of a task of questions are decoded: greedily at temperature 0.
+
+    `samples`: answers to each question, each with a random stream of its own.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    samples: int = 1
+
+    def __post_init__(self) -> None:
+        at_least("samples", self.samples, 1)
+        if self.temperature < 0:
+            raise UserError(f"temperature={self.temperature} is below 0: 0 decodes greedily")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p} is no share: set it above 0 and up to 1")
+        if self.samples > 1 and self.temperature == 0:
+            raise UserError(
+                f"samples={self.samples} equal answers come from greedy decoding: set"
+                " temperature=0.6, or one sample"
+            )
 
 
 @dataclass(frozen=True)

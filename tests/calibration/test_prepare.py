@@ -116,7 +116,7 @@ def test_samples_are_shared_by_methods_that_collect_the_same(tmp_path, task, loa
 
 
 def test_no_traces_are_refused_and_a_failing_build_leaves_no_samples(tmp_path, task, loaded):
-    with pytest.raises(UserError, match="calibration has no traces"):
+    with pytest.raises(UserError, match="calibration has nothing to learn from"):
         made(tmp_path, loaded, task, traces=[])
     with pytest.raises(UserError, match="layout=pairs joins 2 heads"):
         made(tmp_path, loaded, task, ASM(layout="pairs"))

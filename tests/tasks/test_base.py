@@ -41,7 +41,7 @@ def test_tasks_are_configured_without_torch():
     modules = sorted(
         yaml.safe_load(path.read_text())["_target_"].rsplit(".", 1)[0] for path in FILES.values()
     )
-    heavy = {"torch", "transformers", "datasets", "lm_eval"}
+    heavy = {"torch", "transformers", "datasets", "lm_eval", "sympy", "math_verify", "networkx"}
     code = f"import sys, {', '.join(modules)}; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -12,11 +12,12 @@ from kvexp.budget import Budget
 from kvexp.calibration.store import Store
 from kvexp.errors import UserError
 from kvexp.methods.baseline.full import Full
-from kvexp.prompt import Context
+from kvexp.prompt import Context, bos_ids, encode
 from kvexp.tasks.adapter import KVLM
 from kvexp.tasks.base import TaskSet, Trace
 from kvexp.tasks.evaluate import LabelEvaluation
 from kvexp.tasks.session import Session
+from kvexp.tasks.texts import load_texts
 
 
 def draw_traces(
@@ -31,6 +32,28 @@ def draw_traces(
     if spec.labels == "model":
         traces = _answered(spec, traces, source, loaded, context, seed)
     return [(*trace.query_ids, *trace.answer_ids) for trace in traces]
+
+
+def draw_segments(spec: Any, loaded: Any, data_dir: str | None) -> list[tuple[int, ...]]:
+    """Return segments of a corpus as token ids: `spec.tokens` tokens in all, `spec.segment` each.
+
+    Every segment opens with the model's BOS. Raises UserError when the corpus is shorter.
+    """
+    bos = bos_ids(loaded.tokenizer)
+    length, left = max(1, spec.segment - len(bos)), spec.tokens
+    segments: list[tuple[int, ...]] = []
+    for text in load_texts(spec.path or spec.source, data_dir):
+        ids = encode(loaded.tokenizer, text.text)
+        for at in range(0, len(ids), length):
+            part = ids[at : min(at + length, at + left)]
+            segments.append((*bos, *part))
+            left -= len(part)
+            if left <= 0:
+                return segments
+    raise UserError(
+        f"the corpus {spec.path or spec.source} has {spec.tokens - left} tokens: set"
+        f" calibration.tokens={spec.tokens - left} or less"
+    )
 
 
 def _answered(spec, traces: list[Trace], source: TaskSet, loaded, context: Context, seed: int) -> list[Trace]:
@@ -60,33 +83,30 @@ def prepare(
     make_trainer: Callable[..., Any],
     keep_samples: bool = False,
 ) -> tuple[Any, Path, bool]:
-    """Return (memory, its folder, whether it was built now) of a method that needs calibration."""
-    from kvexp.methods.memory.states import FORMAT, StateMemory
+    """Return (memory, its folder, whether it was built now) of a method that needs calibration.
 
+    `traces` are the token ids of traces, or of the segments of a text, which stand on an empty `context`.
+    """
     if not traces:
-        raise UserError("calibration has no traces, use calibration.n=300")
+        raise UserError("calibration has nothing to learn from, use calibration.n=300")
+    memory_class = method.memory_class()
     source = {
         "model": loaded.sha256,
         "dtype": str(loaded.dtype),
         "context": context.key,
         "traces": hashlib.sha256(repr(traces).encode()).hexdigest()[:16],
-        "format": FORMAT,
+        "format": memory_class.FORMAT,
     }
-    facts = {
-        "method": method.id,
-        "knobs": method.stored_knobs(),
-        **source,
-        "budget": str(budget),
-        "seed": seed,
-    }
+    name = method.memory_id or method.id  # methods that learn the same share it
+    facts = {"method": name, **source, **method.memory_facts(budget, seed)}
     store = Store(store_dir)
 
-    def build() -> StateMemory:
+    def build() -> Any:
         from kvexp.calibration.module import Runner  # Lightning is slow to import
 
         with store.samples({**source, **method.sample_knobs()}, keep_samples) as samples:
             runner = Runner(context, traces, samples, make_trainer, batch_size, seed)
             return method.prepare(loaded.model, runner, budget)
 
-    memory, folder, built = store.get(method.id, facts, StateMemory.load, build)
+    memory, folder, built = store.get(name, facts, memory_class.load, build)
     return memory.to(loaded.device), folder, built

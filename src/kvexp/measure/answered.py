@@ -37,6 +37,9 @@ class Answered:
             "decode_tokens_per_s": watch.per_second("decode", self.decoded),
             "total_s": watch.seconds("total"),
         }
+        steps = watch.percentiles("step")
+        if steps is not None:  # where pruning makes a step longer, the median hides it
+            timing |= {f"step_{name}_s": value for name, value in steps.items()}
         return {"metrics": self.metrics, "cache": self.cache, "fidelity": self.fidelity, "timing": timing}
 
 

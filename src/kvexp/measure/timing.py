@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 
 def synchronise(device: str) -> None:
@@ -38,6 +40,8 @@ class Stopwatch:
         self._clock = clock
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._counts: Counter[str] = Counter()
+        self._traced: set[str] = set()
+        self._lengths: defaultdict[str, list[float]] = defaultdict(list)
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -54,6 +58,24 @@ class Stopwatch:
         """Count one span of `seconds` that was measured elsewhere."""
         self._seconds[name] += seconds
         self._counts[name] += 1
+        if name in self._traced:
+            self._lengths[name].append(seconds)
+
+    def trace(self, name: str) -> AbstractContextManager[None]:
+        """Time a block under `name` and keep its own length, for `percentiles`."""
+        self._traced.add(name)
+        return self(name)
+
+    def percentiles(self, name: str) -> dict[str, float] | None:
+        """Return the median, the 99th percentile and the longest of the blocks traced under `name`."""
+        lengths = sorted(self._lengths[name])
+        if not lengths:
+            return None
+        return {
+            "p50": lengths[len(lengths) // 2],
+            "p99": lengths[min(len(lengths) - 1, math.ceil(0.99 * len(lengths)) - 1)],
+            "max": lengths[-1],
+        }
 
     def seconds(self, name: str) -> float | None:
         """Return the total seconds of `name`, or None when it never ran."""

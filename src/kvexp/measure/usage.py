@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvexp.cache.kv_cache import KVCache, row_bytes
 
 
 def cache_usage(model: Any, cache: KVCache, context_tokens: int, nominal: int) -> dict[str, Any]:
-    """Return the `cache` section of a record.
+    """Return the `cache` section of a record, for one sequence.
 
     Entries are rows or memory entries per KV head, over full-attention layers: the context's alone, since a
-    query's own rows are the same for every method. `kv_token_equivalents` is what these layers hold in bytes,
-    in units of one token's rows. Sliding layers hold their window under every method.
+    query's own rows are the same for every method. A method that also evicts while decoding is counted with
+    everything that it held, over all its steps. `kv_token_equivalents` is what these layers hold in bytes, in
+    units of one token's rows. Sliding layers hold their window under every method.
     """
     entries, row = cache.entries(), row_bytes(model)
-    window = sum(layer.nbytes() for layer in cache.layers if layer.window is not None)
-    held = cache.nbytes()
-    return {
+    window = sum(layer.nbytes() for layer in cache.layers if layer.window is not None) // cache.batch
+    usage: dict[str, Any] = {
         "context_tokens": context_tokens,
         "entries_nominal": nominal,
         "entries_peak": max(entries, default=0),
         "entries_mean": sum(entries) / max(1, len(entries)),
-        "bytes_peak": held,
+        "bytes_peak": cache.sequence_bytes(),
         "bytes_full": context_tokens * row + window,
-        "kv_token_equivalents": round((held - window) / row, 1) if row else 0.0,
-        **{name: int(value) for name, value in cache.counters.items()},
     }
+    if cache.evictor is not None:
+        usage |= cache.evictor.usage()
+    usage["kv_token_equivalents"] = round((usage["bytes_peak"] - window) / row, 1) if row else 0.0
+    return usage | {name: int(value) for name, value in cache.counters.items()}
+
+
+def total_usage(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one `cache` section for the caches of several contexts: the largest of each peak.
+
+    `context_tokens` and `bytes_full` are of the longest context, means are over caches, counters are the
+    last ones, which go on from cache to cache.
+    """
+    total = dict(max(parts, key=lambda part: part["context_tokens"]))
+    for name in ("entries_peak", "bytes_peak", "kv_token_equivalents"):
+        total[name] = max(part[name] for part in parts)
+    total["entries_mean"] = sum(part["entries_mean"] for part in parts) / len(parts)
+    known = {*total, "storage"}
+    return total | {name: value for name, value in parts[-1].items() if name not in known or name in COUNTERS}
+
+
+COUNTERS = ("evicted", "looked_up", "reused", "recomputed")

@@ -117,12 +117,7 @@ class KVLM(TemplateLM):
         self, instances: Sequence[Instance], answers: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
         """Return for each document the log-probabilities [n, V] at its n teacher-forced answer tokens."""
-        batch = self.batch(instances)
-        first = batch.logits.log_softmax(-1)[:, None]  # [B, 1, V]
-        if max(len(a) for a in answers) > 1:
-            more = batch.extend([list(a[:-1]) for a in answers]).log_softmax(-1)
-            first = torch.cat([first, more], dim=1)
-        return [rows[: len(answer)] for rows, answer in zip(first, answers, strict=True)]
+        return self.batch(instances).answer_distributions(answers)
 
     def continue_all(
         self, instances: Sequence[Instance], max_new_tokens: int, stopped: Callable[[list[int]], str | None]

@@ -88,8 +88,9 @@ class TaskSet:
 class Task(ABC):
     """A benchmark; the fields of a subclass are its knobs.
 
-    `id` is the name in `task=`, `kind` the way it is run ("labels": scored over a set of labels, "lm_eval":
-    run by lm-eval), `shared_context` whether one context serves all queries.
+    `id` is the name in `task=`; `kind` the way it is run: "labels" (scored over a set of labels),
+    "questions" (answered by free generation), "continuation" (a text that goes on) or "lm_eval" (run by
+    lm-eval); `shared_context` whether one context serves all queries.
     """
 
     id: ClassVar[str]
@@ -105,8 +106,11 @@ class Task(ABC):
         split: str = "test",
         limit: int | None = None,
         data_dir: str | None = None,
-    ) -> TaskSet:
-        """Return the context and documents of `split` for a tokenizer; `limit` keeps the first documents."""
+    ) -> Any:
+        """Return what `split` holds for a tokenizer; `limit` keeps the first documents.
+
+        A TaskSet ("labels"), a QuestionSet ("questions") or TextSet ("continuation").
+        """
 
     def data_sha256(self, data_dir: str | None) -> str | None:
         """Return `TaskSet.data_sha256` of the files in `data_dir`; None where it cannot be told cheaply."""

@@ -8,6 +8,7 @@ from where it stands, each time on a fork of its own rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,13 +17,26 @@ from kvexp.cache.dense import Observer
 from kvexp.cache.kv_cache import KVCache
 
 
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """Return the most likely tokens [B] of logits [B, V], ties to the lower id."""
+    return logits.argmax(-1)
+
+
 class QueryBatch:
     """B queries behind `context`; needs an attached model.
 
+    A cache of one context serves all queries. One of several contexts serves query b on context `rows[b]`
+    (default: one query for each context, in order).
     logits [B, V] float32: the distribution of the token after each query.
     """
 
-    def __init__(self, model: Any, context: KVCache, queries: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        context: KVCache,
+        queries: Sequence[Sequence[int]],
+        rows: Sequence[int] | None = None,
+    ) -> None:
         if not all(queries):
             raise ValueError("a query has no token: there is no distribution after nothing")
         self.model, self.queries = model, queries
@@ -33,11 +47,16 @@ class QueryBatch:
         for row, query in enumerate(queries):
             ids[row, width - len(query) :] = torch.tensor(list(query), device=device)
             real[row, width - len(query) :] = True
-        self.columns = torch.cat([real.new_ones(len(queries), seen), real], dim=1)
+        self.cache = context.fork()
+        if rows is not None and context.batch > 1:
+            self.cache.batch_select_indices(torch.tensor(list(rows)))
+        before = self.cache.columns
+        if before is None:
+            before = real.new_ones(len(queries), seen)
+        self.columns = torch.cat([before.to(device), real], dim=1)
         positions = self.columns.cumsum(1) - 1
         self.next_position = positions[:, -1:] + 1  # [B, 1]
-        self.padded = any(len(query) < width for query in queries)
-        self.cache = context.fork()
+        self.padded = not bool(self.columns.all())
         self.logits = self._forward(self.cache, ids, self._mask(self.columns), positions[:, seen:], 1)[:, -1]
 
     def _mask(self, columns: torch.Tensor, padded: bool = False) -> torch.Tensor | None:
@@ -81,23 +100,41 @@ class QueryBatch:
         mask = self._mask(columns, padded=any(len(row) < width for row in tokens))
         return self._forward(cache, ids, mask, positions, width)
 
+    def answer_distributions(self, answers: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Return for each query the log-probabilities [n, V] at its n teacher-forced answer tokens."""
+        first = self.logits.log_softmax(-1)[:, None]  # [B, 1, V]
+        if max(len(a) for a in answers) > 1:
+            more = self.extend([list(a[:-1]) for a in answers]).log_softmax(-1)
+            first = torch.cat([first, more], dim=1)
+        return [rows[: len(answer)] for rows, answer in zip(first, answers, strict=True)]
+
     def generate(
-        self, max_new_tokens: int, stopped: Callable[[list[int]], str | None]
+        self,
+        max_new_tokens: int | Sequence[int],
+        stopped: Callable[[list[int]], str | None],
+        choose: Callable[[torch.Tensor], torch.Tensor] = greedy,
+        stepped: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> tuple[list[list[int]], list[str]]:
-        """Return greedy continuations and why each ended: what `stopped(new ids)` said, or "length"."""
+        """Return continuations and why each ended: what `stopped(new ids)` said, or "length".
+
+        `max_new_tokens` is one number, or one for each query. `choose` takes logits [B, V] to tokens [B].
+        `stepped` is entered around each step of decoding, for timing.
+        """
         count = len(self.queries)
+        limits = [max_new_tokens] * count if isinstance(max_new_tokens, int) else list(max_new_tokens)
         made: list[list[int]] = [[] for _ in range(count)]
         ends: list[str | None] = [None] * count
         cache, columns, logits = self.cache.fork(), self.columns, self.logits
-        for step in range(max_new_tokens):
-            token = logits.argmax(-1)  # [B]
+        for step in range(max(limits)):
+            token = choose(logits)  # [B]
             for row, value in enumerate(token.tolist()):
                 if ends[row] is None:
                     made[row].append(value)
-                    ends[row] = stopped(made[row])
-            if all(ends) or step == max_new_tokens - 1:
+                    ends[row] = stopped(made[row]) or ("length" if len(made[row]) >= limits[row] else None)
+            if all(ends):
                 break
             columns = torch.cat([columns, columns.new_ones(count, 1)], dim=1)
             mask, positions = self._mask(columns), self.next_position + step
-            logits = self._forward(cache, token[:, None], mask, positions, 1)[:, -1]
+            with stepped():
+                logits = self._forward(cache, token[:, None], mask, positions, 1)[:, -1]
         return made, [end or "length" for end in ends]

@@ -1,7 +1,8 @@
-"""Rows of the published label sets: from a folder, or from the hub of datasets.
+"""Rows of the published sets: from a folder, or from the hub of datasets.
 
-A folder has `<name>/<split>.jsonl.gz`: one JSON object a line with the fields `text` and `label`, for trec
-also `coarse` and `fine`. It may hold fewer rows than were published; nothing is filled in from the hub.
+A folder has `<name>/<split>.jsonl.gz`: one JSON object a line, for label sets with the fields `text` and
+`label` (trec also `coarse` and `fine`), for problems `question` and `answer` and what else is known. It may
+hold fewer rows than were published; nothing is filled in from the hub.
 """
 
 from __future__ import annotations
@@ -21,18 +22,32 @@ PARQUET = "refs/convert/parquet"
 
 @dataclass(frozen=True)
 class Source:
-    """Where the hub keeps a set, and our field for each column; rows with a label in `skip` are left out."""
+    """Where the hub keeps a set, and our field for each column; rows with a label in `skip` are left out.
+
+    `split` is the hub's name for the one split of a set, where that is not `test`.
+    """
 
     hub_id: str
     config: str | None
     columns: Mapping[str, str] = field(hash=False)
     skip: tuple[str, ...] = ()
+    split: str | None = None
+
+
+_PROBLEM = {"problem": "question", "answer": "answer"}
 
 
 SOURCES = {
     "banking77": Source("PolyAI/banking77", None, {"text": "text", "label": "label"}),
     "clinc150": Source("clinc/clinc_oos", "plus", {"text": "text", "intent": "label"}, skip=("oos",)),
     "trec": Source("CogComp/trec", None, {"text": "text", "coarse_label": "coarse", "fine_label": "fine"}),
+    "aime24": Source("HuggingFaceH4/aime_2024", None, {**_PROBLEM, "id": "id"}, split="train"),
+    "aime25": Source("math-ai/aime25", None, {**_PROBLEM, "id": "id"}),
+    "math500": Source(
+        "HuggingFaceH4/MATH-500",
+        None,
+        {**_PROBLEM, "unique_id": "id", "subject": "subject", "level": "level"},
+    ),
 }
 
 
@@ -42,7 +57,7 @@ def load_rows(
     """Return the rows of a set in published order, with the fields that its files have.
 
     Args:
-        name: banking77, clinc150 or trec.
+        name: a key of SOURCES.
         split: train or test.
         data_dir: the folder; None: the environment variable KVEXP_DATA_DIR, or the hub where that is unset.
         fields: the fields that every row of a folder must have.
@@ -84,7 +99,7 @@ def _read_hub(name: str, split: str) -> list[dict[str, str]]:
 
     source = SOURCES[name]
     try:
-        table = _load_table(datasets, source, split)
+        table = _load_table(datasets, source, source.split or split)
     except Exception as error:
         raise UserError(
             f"{source.hub_id} cannot be read from the hub ({_first_line(error)}): "
@@ -112,8 +127,9 @@ def _rows(table: Any, source: Source) -> Iterable[dict[str, str]]:
             ours: names[column][record[column]] if names[column] else str(record[column])
             for column, ours in source.columns.items()
         }
-        row.setdefault("label", row.get("fine", ""))
-        if row["label"] not in source.skip:
+        if "fine" in row:
+            row["label"] = row["fine"]
+        if row.get("label") not in source.skip:
             yield row
 
 

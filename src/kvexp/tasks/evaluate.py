@@ -17,6 +17,7 @@ from lm_eval.api.instance import Instance
 from kvexp.prompt import Context
 from kvexp.tasks.adapter import KVLM, query_instance
 from kvexp.tasks.base import Document, TaskSet
+from kvexp.tasks.fidelity import compared
 from kvexp.tasks.metrics import first_line, same
 from kvexp.tasks.trie import Trie, calibrated, label_bias
 
@@ -106,12 +107,7 @@ class LabelEvaluation:
         answers = [d.expected_ids for d in documents]
         ours = self.adapter.answer_distributions(instances, answers)
         full = self.reference.answer_distributions(instances, answers)
-        results = []
-        for q, p in zip(ours, full, strict=True):  # log-probabilities [n, V]
-            kl = (p.exp() * (p - q)).sum(-1).clamp(min=0).mean()
-            agreement = (p.argmax(-1) == q.argmax(-1)).float().mean()
-            results.append({"kl": float(kl), "top1_agreement": float(agreement)})
-        return results
+        return [compared(p, q) for p, q in zip(full, ours, strict=True)]
 
 
 def batched(items: Sequence[Item], size: int) -> list[Sequence[Item]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from kvexp.errors import UserError
 from kvexp.tasks import metrics
 
-LOWER_IS_BETTER = ("kl",)
+LOWER_IS_BETTER = ("kl", "nll", "nll_full")
 FIDELITY = ("kl", "top1_agreement")
 
 
@@ -37,6 +38,46 @@ def label_metrics(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found["macro_f1_calibrated"] = metrics.macro_f1(
         expected, [sample["answer_calibrated"] for sample in samples]
     )
+    return found
+
+
+def question_metrics(samples: Sequence[dict[str, Any]], task: Any, drawn: int) -> dict[str, Any]:
+    """Return the metrics of a task of questions: over all of them, and by group where there are several.
+
+    Answers to one question count together, by their mean: questions are what is resampled. `truncated` is the
+    share of answers that the limit on new tokens ended.
+    """
+    check_scores(samples)
+    by_question = [samples[at : at + drawn] for at in range(0, len(samples), drawn)]
+    names = [*task.metrics, *(n for n in samples[0]["scores"] if n not in (*task.metrics, *FIDELITY))]
+
+    def over(questions: Sequence[Sequence[dict[str, Any]]], name: str) -> Any:
+        values = [sum(one["scores"][name] for one in answers) / len(answers) for answers in questions]
+        return metrics.mean(values, name not in LOWER_IS_BETTER)
+
+    found: dict[str, Any] = {name: over(by_question, name) for name in names}
+    groups = list(dict.fromkeys(answers[0].get("group", "") for answers in by_question))
+    if len(groups) > 1:
+        for group in groups:
+            members = [answers for answers in by_question if answers[0].get("group", "") == group]
+            found |= {f"{name} [{group}]": over(members, name) for name in names}
+    cut_short = [sum(one["stop"] == "length" for one in answers) / drawn for answers in by_question]
+    found["truncated"] = metrics.mean(cut_short, higher_is_better=False)
+    return found
+
+
+def continuation_metrics(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return means over all blocks of all texts, which are what is resampled, and perplexities."""
+    check_scores(samples)
+    found: dict[str, Any] = {}
+    for name in ("kl", "top1_agreement", "nll", "nll_full"):
+        blocks = [value for sample in samples for value in sample["blocks"][name]]
+        found[name] = metrics.mean(blocks, name not in LOWER_IS_BETTER)
+    for name, source in (("perplexity", "nll"), ("perplexity_full", "nll_full")):
+        value = math.exp(found[source]["value"])
+        stderr = found[source]["stderr"]  # of the logarithm: a relative error of the perplexity
+        error = None if stderr is None else value * stderr
+        found[name] = {**found[source], "value": value, "stderr": error}
     return found
 
 

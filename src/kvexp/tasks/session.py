@@ -20,29 +20,37 @@ class Session:
     def __init__(
         self, loaded: Any, method: Any, memory: Any, budget: Budget, watch: Watch | None = None
     ) -> None:
-        self.loaded, self.model, self.method = loaded, loaded.model, method
+        self.loaded, self.model = loaded, loaded.model
+        self.method = method.tokenized(loaded.tokenizer)
         self.memory, self.budget = memory, budget
         self.watch: Watch = watch or (lambda name: nullcontext())
         self.counters: dict[str, int] = {}
         self.decoded = 0  # tokens made by decode steps, for the rate
         self._context: tuple[str, KVCache] | None = None
 
-    def context(self, context: Context) -> KVCache:
-        """Return the encoded context, encoding it when it is not the latest one."""
-        if self._context is None or self._context[0] != context.key:
+    def context(self, context: Context | Sequence[Context]) -> KVCache:
+        """Return the encoded context, or several as one batch, encoding them when they are not the latest."""
+        key = context.key if isinstance(context, Context) else "+".join(one.key for one in context)
+        if self._context is None or self._context[0] != key:
+            self._context = None  # the rows of two contexts are never held at once
             with self.watch("encode"):
                 cache = self.method.encode(self.model, context, self.memory, self.budget)
             for name, value in self.counters.items():  # counters go on over contexts
                 cache.counters[name] = cache.counters.get(name, 0) + value
             self.counters = cache.counters
-            self._context = (context.key, cache)
+            self._context = (key, cache)
         return self._context[1]
 
-    def run(self, context: Context, queries: Sequence[Sequence[int]]) -> QueryBatch:
-        """Run queries on one context, inside `attach`."""
+    def run(
+        self,
+        context: Context | Sequence[Context],
+        queries: Sequence[Sequence[int]],
+        rows: Sequence[int] | None = None,
+    ) -> QueryBatch:
+        """Run queries on one context, or each on that of `rows` among several; inside `attach`."""
         cache = self.context(context)
         if getattr(self.method, "bos_in_query", False):
             bos = bos_ids(self.loaded.tokenizer)
             queries = [[*bos, *query] for query in queries]
         with self.watch("query"):
-            return QueryBatch(self.model, cache, queries)
+            return QueryBatch(self.model, cache, queries, rows)

@@ -1,0 +1,1 @@
+"""How each kind of task is answered: from a loaded model to metrics, a module for each kind."""

@@ -1,0 +1,133 @@
+"""Continuation: feed texts on, block by block, and compare each next token with full attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from kvexp.evaluation.reference import Reference, reference
+from kvexp.measure.answered import Answered
+from kvexp.measure.timing import Stopwatch
+from kvexp.measure.usage import cache_usage, total_usage
+from kvexp.progress import track
+from kvexp.prompt import Context
+from kvexp.report.folder import RunFolder
+from kvexp.schema import Settings
+from kvexp.tasks.continuation import Stretch, TextSet
+from kvexp.tasks.evaluate import batched
+from kvexp.tasks.fidelity import divergence
+from kvexp.tasks.scores import continuation_metrics
+from kvexp.tasks.session import Session
+
+SCORES = ("nll", "nll_full", "kl", "top1_agreement")
+
+
+def answer(
+    settings: Settings, loaded: Any, task: TextSet, memory: Any, folder: RunFolder, watch: Stopwatch
+) -> Answered:
+    """Score every text that is not on disk yet, a batch at a time."""
+    session = Session(loaded, settings.method, memory, settings.budget, watch)
+    batches = batched(task.texts, settings.batch_size)
+    order = [text.id for text in task.texts]
+    usages = []
+    if folder.settled(order):
+        batches, done = batches[:1], 0  # one batch tells what the method holds
+        again = True
+    else:
+        done, again = folder.resume([[text.id for text in batch] for batch in batches]), False
+    with settings.method.attach(loaded.model, memory):
+        for batch in batches[done:]:
+            samples, usage = _fed(settings, session, task, batch)
+            usages.append(usage)
+            if not again:
+                folder.append(samples)
+    if not again:
+        folder.settle(order)
+    metrics = continuation_metrics(folder.samples())
+    fidelity = {name: metrics[name]["value"] for name in ("kl", "top1_agreement")}
+    return Answered(metrics, total_usage(usages), fidelity, 0, task.data_sha256)
+
+
+@torch.no_grad()
+def _fed(
+    settings: Settings, session: Session, task: TextSet, batch: Sequence[Stretch]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Feed one batch of texts; return its samples and the `cache` section."""
+    model = session.model
+    known = reference(
+        session.loaded, [text.ids for text in batch], task.prefill, settings.store_dir, settings.batch_size
+    )
+    cache = session.context([Context((), (text.ids[: task.prefill],)) for text in batch])
+    running = cache.fork()
+    ids = torch.tensor([text.ids for text in batch], device=model.device)
+    width = ids.shape[1] - 1  # the last token is only predicted
+    rows: list[dict[str, torch.Tensor]] = []
+    what = f"{settings.choices['task']} {settings.choices['method']}"
+    for at, end in track(list(blocks(settings, task, width)), what, unit="blocks"):
+        positions = torch.arange(at, end, device=ids.device)[None]
+        with session.watch("block"):
+            output = model(ids[:, at:end], cache=running, position_ids=positions)
+        span = slice(at - task.prefill, end - task.prefill)
+        rows.append(_scored(output.logits.float(), known, model, span, ids[:, at + 1 : end + 1]))
+    tokens = {name: torch.cat([row[name] for row in rows], dim=1) for name in SCORES}
+    usage = cache_usage(model, running, width, settings.budget.rows or width)
+    return [_line(settings, task, text, tokens, i) for i, text in enumerate(batch)], usage
+
+
+def blocks(settings: Settings, task: TextSet, width: int) -> Iterator[tuple[int, int]]:
+    """Yield where each block begins and ends, such that rows leave where they would token by token."""
+    method = settings.method
+    decoding = method.during("decode") if hasattr(method, "during") else method
+    interval = getattr(decoding, "interval", None)
+    size = task.block if interval is None else min(task.block, interval)
+    if getattr(decoding, "smooth", False):
+        size = 1
+    at, first = task.prefill, size
+    if interval is not None and settings.budget.rows is not None and settings.budget.rows > task.prefill:
+        first = (settings.budget.rows - task.prefill) % size or size  # the cache fills up at a block's end
+    while at < width:
+        end = min(at + first, width)
+        yield at, end
+        at, first = end, size
+
+
+def _scored(
+    logits: torch.Tensor, known: Reference, model: Any, span: slice, following: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return each score [n, t] of the tokens `following` [n, t]."""
+    ours, full = logits.log_softmax(-1), known.log_probabilities(model, span)
+    index = following[..., None]
+    return {
+        "nll": -ours.gather(-1, index)[..., 0],
+        "nll_full": -full.gather(-1, index)[..., 0],
+        "kl": divergence(full, ours),
+        "top1_agreement": (ours.argmax(-1) == full.argmax(-1)).float(),
+    }
+
+
+def _line(
+    settings: Settings, task: TextSet, text: Stretch, tokens: dict[str, torch.Tensor], row: int
+) -> dict[str, Any]:
+    """Return a text's sample: means over its tokens, and over each block of `task.block` of them."""
+    spans = {
+        name: [float(part.mean()) for part in values[row].split(task.block)]
+        for name, values in tokens.items()
+    }
+    scored = tokens["nll"].shape[1]
+    return {
+        "id": text.id,
+        "sample": text.sample,
+        "seed": settings.seed,
+        "query": "",
+        "answer": "",
+        "expected": "",
+        "scores": {name: float(values[row].mean()) for name, values in tokens.items()},
+        "prompt_tokens": task.prefill,
+        "new_tokens": scored,
+        "stop": "length",
+        "blocks": spans,
+        "perplexity": math.exp(float(tokens["nll"][row].mean())),
+    }

@@ -1,0 +1,93 @@
+"""Label tasks: one context, encoded once, and every document a query on it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kvexp.budget import Budget
+from kvexp.measure.answered import Answered
+from kvexp.measure.decay import prefix_decay
+from kvexp.measure.timing import Stopwatch
+from kvexp.measure.usage import cache_usage
+from kvexp.methods.baseline.full import Full
+from kvexp.progress import track
+from kvexp.prompt import Context
+from kvexp.report.folder import RunFolder
+from kvexp.schema import Settings
+from kvexp.tasks.adapter import KVLM
+from kvexp.tasks.base import TaskSet
+from kvexp.tasks.evaluate import LabelEvaluation, batched, by_length
+from kvexp.tasks.scores import fidelity_summary, label_metrics
+from kvexp.tasks.session import Session
+
+log = logging.getLogger(__name__)
+DECAY_TOKENS, DECAY_QUERIES = 32, 32
+
+
+def context_of(settings: Settings, task: TaskSet) -> Context:
+    """Return the context that is encoded: the task's, or its header alone in the empty-prefix control."""
+    return Context(task.context.header, ()) if settings.calibration.empty_prefix else task.context
+
+
+def answer(
+    settings: Settings, loaded: Any, task: TaskSet, memory: Any, folder: RunFolder, watch: Stopwatch
+) -> Answered:
+    """Encode, query and measure a task with labels."""
+    context = context_of(settings, task)
+    _warn_of_length(loaded, task, context)
+    _tell_empty(settings, context)
+    session = Session(loaded, settings.method, memory, settings.budget, watch)
+    with settings.method.attach(loaded.model, memory):
+        cache = session.context(context)
+        samples, decay = _answered(settings, session, task, context, folder)
+    nominal = settings.budget.rows or max(cache.entries(), default=0)
+    usage = cache_usage(loaded.model, cache, len(context), nominal)
+    if memory is not None:
+        usage |= {name: value for name, value in memory.manifest.items() if name.startswith("cost_")}
+    fidelity = fidelity_summary(samples, decay) if settings.fidelity else None
+    return Answered(label_metrics(samples), usage, fidelity, session.decoded, task.data_sha256)
+
+
+def _warn_of_length(loaded: Any, task: TaskSet, context: Context) -> None:
+    longest = len(context) + max(len(document.query_ids) for document in task.documents) + task.max_new_tokens
+    if longest > (loaded.context_limit or longest):
+        log.warning(
+            "texts of up to %d tokens exceed the %d that this model was made for: lower task.context_tokens",
+            longest,
+            loaded.context_limit,
+        )
+
+
+def _tell_empty(settings: Settings, context: Context) -> None:
+    """Warn when a method that chooses text by the budget is left without a demonstration."""
+    if not context.chunks or not settings.method.uses_budget:
+        return
+    if len(settings.method.select(context, settings.budget)) <= len(context.header):
+        log.warning("budget=%s holds no demonstration: the header alone is left, raise it", settings.budget)
+
+
+def _answered(
+    settings: Settings, session: Session, task: TaskSet, context: Context, folder: RunFolder
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """Score every document that is not on disk yet, a batch at a time; return all samples, and the decay."""
+    size, documents = settings.batch_size, task.documents
+    adapter = KVLM(session, size)
+    reference = None
+    if settings.fidelity:
+        reference = KVLM(Session(session.loaded, Full(), None, Budget(None)), size)
+    evaluation = LabelEvaluation(adapter, task, context, settings.seed, reference)
+    evaluation.measure_bias(size)  # also when all samples are there: the record tells what this process did
+    order = [document.id for document in documents]
+    if not folder.settled(order):
+        batches = batched(by_length(documents), size)
+        done = folder.resume([[document.id for document in batch] for batch in batches])
+        what = f"{settings.choices['task']} {settings.choices['method']}"
+        for batch in track(batches[done:], what, unit="batches"):
+            folder.append(evaluation.score(batch))
+        folder.settle(order)
+    decay = None
+    if reference is not None and settings.method.family == "memory":
+        asked = [evaluation.instances(batch) for batch in batched(documents[:DECAY_QUERIES], size)]
+        decay = prefix_decay(((reference.batch(i), adapter.batch(i)) for i in asked), DECAY_TOKENS)
+    return folder.samples(), decay

@@ -1,0 +1,207 @@
+"""Tasks of questions: each has a context of its own (or shares one with some) and is answered freely."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvexp.budget import Budget
+from kvexp.cache.kv_cache import KVCache
+from kvexp.errors import UserError
+from kvexp.measure.answered import Answered
+from kvexp.measure.timing import Stopwatch
+from kvexp.measure.usage import cache_usage, total_usage
+from kvexp.methods.baseline.full import Full
+from kvexp.progress import track
+from kvexp.prompt import Context
+from kvexp.report.folder import RunFolder
+from kvexp.schema import Settings
+from kvexp.tasks.adapter import KVLM, cut
+from kvexp.tasks.batch import QueryBatch, greedy
+from kvexp.tasks.fidelity import compared
+from kvexp.tasks.questions import Question, QuestionSet
+from kvexp.tasks.sampling import Sampler
+from kvexp.tasks.scores import fidelity_summary, question_metrics
+from kvexp.tasks.session import Session
+
+CONTEXT_TOKENS = 32_768  # of the contexts that one batch encodes together
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One answer that is wanted: sample `number` of a question."""
+
+    question: Question
+    number: int
+    id: str
+
+
+def answer(
+    settings: Settings, loaded: Any, task: QuestionSet, memory: Any, folder: RunFolder, watch: Stopwatch
+) -> Answered:
+    """Ask every question that is not answered on disk yet, a batch at a time."""
+    if settings.fidelity and not all(question.answer_ids for question in task.questions):
+        raise UserError(
+            "fidelity=true compares along known answers, and this task has none: leave it out, or take"
+            " task=continuation"
+        )
+    session = Session(loaded, settings.method, memory, settings.budget, watch)
+    run = Run(settings, session, task)
+    batches = planned(task.questions, settings.batch_size, settings.sampling.samples)
+    order = [asked.id for asked in every(task.questions, settings.sampling.samples)]
+    with settings.method.attach(loaded.model, memory):
+        if not folder.settled(order):
+            done = folder.resume([[asked.id for asked in batch] for batch in batches])
+            what = f"{settings.choices['task']} {settings.choices['method']}"
+            for batch in track(batches[done:], what, unit="batches"):
+                folder.append(run.ask(batch))
+            folder.settle(order)
+        if not run.usages:  # everything was on disk: one context tells what the method holds
+            run.encode(batches[0])
+    samples = folder.samples()
+    fidelity = fidelity_summary(samples, None) if settings.fidelity else None
+    metrics = question_metrics(samples, task, settings.sampling.samples)
+    return Answered(metrics, total_usage(run.usages), fidelity, session.decoded, task.data_sha256)
+
+
+def every(questions: Sequence[Question], samples: int) -> list[Asked]:
+    """Return all answers that are wanted, in the order of the questions."""
+    return [
+        Asked(question, number, question.id if samples == 1 else f"{question.id}/{number}")
+        for question in questions
+        for number in range(samples)
+    ]
+
+
+def planned(questions: Sequence[Question], batch_size: int, samples: int) -> list[list[Asked]]:
+    """Return batches: of one context's questions where it has several, else of several contexts' questions.
+
+    Contexts of a batch are of similar length, so that little is padded.
+    """
+    by_context: defaultdict[str, list[Question]] = defaultdict(list)
+    for question in questions:
+        by_context[question.context.key].append(question)
+    batches: list[list[Asked]] = []
+    alone: list[Question] = []
+    for members in by_context.values():
+        if len(members) == 1:
+            alone += members
+            continue
+        wanted = every(members, samples)
+        batches += [wanted[at : at + batch_size] for at in range(0, len(wanted), batch_size)]
+    alone.sort(key=lambda question: len(question.context))
+    group: list[Question] = []
+    for question in alone:
+        room = max(1, min(batch_size // samples, CONTEXT_TOKENS // max(1, len(question.context))))
+        if len(group) >= room:
+            batches.append(every(group, samples))
+            group = []
+        group.append(question)
+    return batches + ([every(group, samples)] if group else [])
+
+
+class Run:
+    """Asks batches of questions under one method."""
+
+    def __init__(self, settings: Settings, session: Session, task: QuestionSet) -> None:
+        self.settings, self.session, self.task = settings, session, task
+        self.adapter = KVLM(session, settings.batch_size)
+        self.stopped = self.adapter.stopper(task.stop)
+        self.usages: list[dict[str, Any]] = []
+        self._latest: KVCache | None = None
+        self.reference: Session | None = None
+        if settings.fidelity:
+            self.reference = Session(session.loaded, Full(), None, Budget(None))
+
+    def encode(self, batch: Sequence[Asked]) -> tuple[Context | list[Context], list[int]]:
+        """Encode the contexts of a batch; return them, and which one each answer stands on."""
+        contexts = list({asked.question.context.key: asked.question.context for asked in batch}.values())
+        places = {context.key: place for place, context in enumerate(contexts)}
+        on = contexts[0] if len(contexts) == 1 else contexts
+        cache = self.session.context(on)
+        if not self.usages or self._latest is not cache:
+            self._latest = cache
+            self.usages.append({})
+        self._use(contexts)
+        return on, [places[asked.question.context.key] for asked in batch]
+
+    def _use(self, contexts: Sequence[Context]) -> None:
+        """Note what the latest cache and its forks have held so far."""
+        longest = max(map(len, contexts))
+        nominal = self.settings.budget.rows or longest
+        assert self._latest is not None
+        self.usages[-1] = cache_usage(self.session.model, self._latest, longest, nominal)
+
+    def ask(self, batch: Sequence[Asked]) -> list[dict[str, Any]]:
+        """Return the samples of one batch."""
+        on, rows = self.encode(batch)
+        queries = [asked.question.query_ids for asked in batch]
+        asked_on = self.session.run(on, queries, rows)
+        made, ends = self._generated(asked_on, batch)
+        more = self._teacher_forced(asked_on, on, queries, rows, batch)
+        self._use([on] if isinstance(on, Context) else on)
+        lines = []
+        for row, asked in enumerate(batch):
+            question = asked.question
+            text = cut(self.adapter.tokenizer.decode(made[row], skip_special_tokens=True), self.task.stop)
+            lines.append(
+                {
+                    "id": asked.id,
+                    "sample": question.sample,
+                    "seed": self.settings.seed,
+                    "query": question.query,
+                    "answer": text,
+                    "expected": list(question.expected),
+                    "scores": {**self.task.score(question, text), **more[row]},
+                    "prompt_tokens": len(question.context) + len(question.query_ids),
+                    "new_tokens": len(made[row]),
+                    "stop": ends[row],
+                    "group": question.group,
+                }
+            )
+        return lines
+
+    def _generated(self, batch: QueryBatch, asked: Sequence[Asked]) -> tuple[list[list[int]], list[str]]:
+        sampling = self.settings.sampling
+        choose: Callable[[torch.Tensor], torch.Tensor] = greedy
+        if sampling.temperature > 0:
+            names = [f"{self.settings.seed}/{one.question.id}/{one.number}" for one in asked]
+            choose = Sampler(names, sampling.temperature, sampling.top_p)
+        limits = [one.question.max_new_tokens for one in asked]
+        watch = self.session.watch
+        with watch("decode"):
+            made, ends = batch.generate(limits, self.stopped, choose, lambda: _step(watch))
+        self.session.decoded += sum(len(ids) - 1 for ids in made)
+        return made, ends
+
+    def _teacher_forced(
+        self,
+        batch: QueryBatch,
+        on: Context | list[Context],
+        queries: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        asked: Sequence[Asked],
+    ) -> list[dict[str, float]]:
+        """Log-probability of the known answers, and their fidelity to full attention where that is wanted."""
+        answers = [one.question.answer_ids for one in asked]
+        if not all(answers):
+            return [{} for _ in asked]
+        ours = batch.answer_distributions(answers)
+        found = [
+            {"logprob": float(q.gather(1, torch.tensor(a, device=q.device)[:, None]).sum())}
+            for q, a in zip(ours, answers, strict=True)
+        ]
+        if self.reference is not None:
+            with Full().attach(self.session.model):
+                full = self.reference.run(on, queries, rows).answer_distributions(answers)
+            for scores, q, p in zip(found, ours, full, strict=True):
+                scores |= compared(p, q)
+        return found
+
+
+def _step(watch: Any) -> Any:
+    return watch.trace("step") if isinstance(watch, Stopwatch) else watch("step")

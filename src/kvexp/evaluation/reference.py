@@ -1,0 +1,105 @@
+"""What attention to everything says about a text, computed once and kept: final hidden states.
+
+Hidden states are a hundredth of the logits that they give, and give them again exactly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvexp.calibration.store import Store, fingerprint
+from kvexp.errors import UserError
+from kvexp.files import write_atomic
+from kvexp.methods.baseline.full import Full
+from kvexp.progress import track
+
+FORMAT = 1
+CHUNK = 512  # tokens whose logits stand in memory at once
+
+
+@dataclass
+class Reference:
+    """hidden [n, T, d]: the final hidden states of n texts behind their first tokens."""
+
+    hidden: torch.Tensor
+    manifest: dict[str, Any] = field(default_factory=dict)
+
+    def log_probabilities(self, model: Any, part: slice) -> torch.Tensor:
+        """Return the log-probabilities [n, t, V] of the tokens after those in `part`, float32."""
+        return logits_of(model, self.hidden[:, part].to(model.device)).log_softmax(-1)
+
+    def save(self, folder: Path) -> None:
+        """Write the states and their manifest into `folder`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({"hidden": self.hidden.contiguous()}, folder / "reference.safetensors")
+        write_atomic(folder / "manifest.json", json.dumps(self.manifest, indent=2, default=str).encode())
+
+    @classmethod
+    def load(cls, folder: Path, facts: dict[str, Any]) -> Reference:
+        """Read what `save` wrote; UserError when it is of something else."""
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+        if any(manifest.get(key) != value for key, value in facts.items()):
+            raise UserError(f"{folder} holds reference states of something else: remove that folder")
+        return cls(load_file(folder / "reference.safetensors")["hidden"], manifest)
+
+
+def reference(
+    loaded: Any, texts: Sequence[Sequence[int]], skip: int, store_dir: Path, batch_size: int
+) -> Reference:
+    """Return the states of equally long `texts` behind their first `skip` tokens, from the store or anew."""
+    facts = {
+        "model": loaded.sha256,
+        "dtype": str(loaded.dtype),
+        "texts": fingerprint({"ids": [list(text) for text in texts]}),
+        "skip": skip,
+        "format": FORMAT,
+    }
+
+    def build() -> Reference:
+        parts = [
+            _states(loaded.model, texts[at : at + batch_size], skip)
+            for at in track(range(0, len(texts), batch_size), "full attention", unit="batches")
+        ]
+        return Reference(torch.cat(parts).cpu())
+
+    found, _, _ = Store(store_dir).get("reference", facts, Reference.load, build)
+    return found
+
+
+@torch.no_grad()
+def _states(model: Any, texts: Sequence[Sequence[int]], skip: int) -> torch.Tensor:
+    """Run full attention over texts in chunks; return final hidden states behind the first `skip` tokens."""
+    method = Full()
+    ids = torch.tensor([list(text) for text in texts], device=model.device)
+    found = []
+    with method.attach(model):
+        cache = method.encode(model, [])
+        for at in range(0, ids.shape[1], CHUNK):
+            part = ids[:, at : at + CHUNK]
+            positions = torch.arange(at, at + part.shape[1], device=ids.device)[None]
+            found.append(model.base_model(part, cache=cache, position_ids=positions).last_hidden_state)
+        _check(model, ids[:, :4], found[0][:, :4])
+    return torch.cat(found, dim=1)[:, skip:]
+
+
+def logits_of(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Return the model's logits [..., V] in float32 from its final hidden states."""
+    logits = model.get_output_embeddings()(hidden)
+    return (logits * getattr(model, "logit_scale", 1.0)).float()
+
+
+def _check(model: Any, ids: torch.Tensor, hidden: torch.Tensor) -> None:
+    """Refuse a model whose logits are not those of its output embedding: nothing would be comparable."""
+    cache = Full().encode(model, [])
+    theirs = model(ids, cache=cache, position_ids=torch.arange(ids.shape[1])[None].to(ids.device)).logits
+    if not torch.allclose(logits_of(model, hidden), theirs.float(), atol=1e-2, rtol=1e-2):
+        raise UserError(
+            "this model's logits are not those of its output embedding: task=continuation cannot serve it"
+        )

@@ -1,0 +1,113 @@
+"""Tasks of questions end to end on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cells import cell, samples_of
+from kvexp.cli import settings_of
+from kvexp.errors import UserError
+from kvexp.evaluation.questions import every, planned
+from kvexp.model import load_once
+from kvexp.prompt import Context
+from kvexp.run import run
+from kvexp.tasks.batch import QueryBatch
+
+PASSKEY = ("task=passkey", "task.context_tokens=200", "task.n=2", "task.n_facts=3", "limit=null")
+DFS = ("task=recursive_state_query", "task.steps=6:10:2", "task.n_per_step=2", "task.max_new_tokens=12")
+
+
+def small(folder: Path, *words: str) -> Any:
+    """A cell of `words` alone: the label task's own words have no part in it."""
+    common = ["model=tiny-llama", "logger=none", f"output_dir={folder}", *words]
+    [settings] = settings_of(common)
+    return settings
+
+
+def test_passkey_is_scored_by_group_and_logprob(tmp_path: Path) -> None:
+    settings = small(tmp_path, *PASSKEY[:-1], "method=full")
+    record = run(settings)
+    groups = [name for name in record["metrics"] if name.startswith("accuracy [")]
+    assert len(groups) == 3 and record["metrics"]["logprob"]["n"] == 6
+    lines = [json.loads(line) for line in samples_of(settings).splitlines()]
+    assert len({line["id"] for line in lines}) == len(lines) == 6
+    # The log-probability is that of a plain forward over the whole text.
+    loaded = load_once(settings.model)
+    task = settings.load_task(loaded.tokenizer)
+    question = task.questions[4]
+    ids = [*question.context.ids, *question.query_ids, *question.answer_ids]
+    logits = loaded.model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    n = len(question.answer_ids)
+    expected = sum(float(logits[-n - 1 + i, token]) for i, token in enumerate(question.answer_ids))
+    assert lines[4]["scores"]["logprob"] == pytest.approx(expected, abs=2e-3)
+
+
+@pytest.mark.parametrize("method", ["full", "snapkv"])
+def test_the_batch_changes_nothing(method: str, tmp_path: Path) -> None:
+    words = [*DFS, f"method={method}", "budget=200", "temperature=0.8", "top_p=0.95", "samples=2"]
+    one = small(tmp_path / "one", *words, "batch_size=1")
+    many = small(tmp_path / "many", *words, "batch_size=8")
+    record, other = run(one), run(many)
+    assert samples_of(one) == samples_of(many)
+    assert record["metrics"] == other["metrics"]
+    lines = [json.loads(line) for line in samples_of(one).splitlines()]
+    cut_short = [line["stop"] == "length" for line in lines]
+    assert record["metrics"]["truncated"]["value"] == pytest.approx(sum(cut_short) / len(cut_short))
+    assert any(cut_short)
+    assert lines[0]["answer"] != lines[1]["answer"]  # two samples of one question
+    if method == "snapkv":
+        assert record["cache"]["evicted"] > 0 and record["cache"]["entries_peak"] == 200
+        assert record["cache"]["entries_peak_prompt"] > 1000
+
+
+def test_a_method_that_evicts_while_decoding_is_counted_whole(tmp_path: Path) -> None:
+    words = (*DFS, "method=rkv", "budget=100", "method.interval=4", "method.trigger=slack")
+    cache = run(small(tmp_path, *words))["cache"]
+    assert cache["entries_peak"] == 103  # budget + interval - 1
+    assert 100 <= cache["entries_mean"] <= 103
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (*DFS, "method=full", "batch_size=2")
+    whole = small(tmp_path / "whole", *words)
+    run(whole)
+    settings, generate, calls = small(tmp_path / "cut", *words), QueryBatch.generate, []
+
+    def failing(self: QueryBatch, *args: Any, **more: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("killed")
+        return generate(self, *args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(QueryBatch, "generate", failing)
+        with pytest.raises(RuntimeError, match="killed"):
+            run(settings)
+    assert len(samples_of(settings).splitlines()) == 4  # two batches of two
+    assert run(settings)["status"] == "complete"
+    assert samples_of(settings) == samples_of(whole)
+
+
+def test_batches_hold_one_context_or_contexts_of_like_length() -> None:
+    class Q:
+        def __init__(self, name: str, length: int) -> None:
+            self.id, self.context = name, Context((), (tuple(range(length)),))
+
+    questions = [Q("a", 5), Q("b", 90), Q("c", 5), Q("d", 7), Q("e", 80)]
+    plans = [[one.id for one in batch] for batch in planned(questions, 2, 1)]  # type: ignore[arg-type]
+    assert plans == [["a", "c"], ["d", "e"], ["b"]]
+    assert [one.id for one in every(questions[:1], 2)] == ["a/0", "a/1"]  # type: ignore[arg-type]
+
+
+def test_sampling_is_refused_where_it_means_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="samples no answers"):
+        cell(tmp_path, "temperature=0.5")
+    with pytest.raises(UserError, match="equal answers come from greedy decoding"):
+        small(tmp_path, *DFS, "method=full", "samples=3")
+    with pytest.raises(UserError, match="compares along known answers"):
+        run(small(tmp_path, *DFS, "method=full", "fidelity=true"))
