@@ -30,16 +30,18 @@ def measured(family: str, folder: Path, dtype: torch.dtype = torch.float32) -> Q
 
 def brute(model: Any) -> dict[int, list[torch.Tensor]]:
     """Queries before RoPE [Hq, T, D] of every layer and segment, by a hook on plain forwards."""
-    config, found = model.config, {}
+    config, found, hooks = model.config, {}, []
     family = families.of(config)
     for index, module in enumerate(attention_modules(model)):
 
         def note(_: Any, __: Any, output: torch.Tensor, index: int = index) -> None:
             found.setdefault(index, []).append(family.query_heads(output, config)[0].double())
 
-        module.get_submodule(family.site(config)).register_forward_hook(note)
+        hooks.append(module.get_submodule(family.site(config)).register_forward_hook(note))
     for segment in SEGMENTS:
         model(torch.tensor([segment]))
+    for hook in hooks:
+        hook.remove()
     return found
 
 

@@ -39,6 +39,7 @@ class H2O(EvictionMethod):
     )
     year: ClassVar[str] = "2023"
     reads: ClassVar[tuple[str, ...]] = ("attention of every step",)
+    keeps: ClassVar[str] = "latest half of the budget"
 
     interval: int | None = 1
     recent_percent: int | None = 50
