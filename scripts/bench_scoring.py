@@ -10,8 +10,8 @@ are read, then `repeats` intervals are decoded a token a step; each ends with a 
              and by a cosine for each offset, in turn (medians); their ratio; the largest difference of two
              scores, over the largest score of the query head
     prune    milliseconds of a prune and of its parts, and of decoding an interval without it (medians over
-             intervals); scoring and the whole prune as shares of that, and what the evictor does in the other
-             steps of an interval
+             intervals); as shares of that: scoring, the whole prune, copying rows to where new ones have
+             room, and what the evictor does in the other steps
 
 JSON goes to OUTPUT_DIR/bench_scoring/MODEL.json.
 """
@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -31,6 +31,7 @@ from unittest.mock import patch
 import torch
 from decoding import Decoder, numbers_of
 
+from kvexp.cache.dense import DenseLayer
 from kvexp.cache.evicting import EvictingLayer
 from kvexp.errors import UserError
 from kvexp.measure.timing import Stopwatch
@@ -38,6 +39,14 @@ from kvexp.methods.eviction import evictor as mechanism
 from kvexp.methods.eviction import triscore
 from kvexp.methods.eviction.view import View
 
+PLACES: dict[str, tuple[Any, str]] = {
+    "after": (mechanism.MethodEvictor, "after"),  # all that the evictor does
+    "z_score": (triscore, "z_score"),
+    "score": (triscore, "score"),
+    "choose": (mechanism, "choose"),
+    "keep": (EvictingLayer, "keep"),
+    "room": (DenseLayer, "_grown"),  # compacted rows have none, so that the next ones copy them
+}
 PARTS = ("score", "z_score", "choose", "keep")  # of a prune; what is left of it is bookkeeping
 SCORE_GOAL, PRUNE_GOAL, RATIO_GOAL = 0.005, 0.04, 30
 
@@ -51,9 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError("nothing is scored by query statistics while decoding: use method=triattention_plus")
     one.read(rows)
     calls: dict[int, Any] = {}
-    spent = []
-    for _ in range(numbers["repeats"]):
-        spent.append(decoded(one, interval, calls))
+    spent = [decoded(one, interval, calls) for _ in range(numbers["repeats"])]
     views = [View(layer, call, one.cache.evictor, place) for place, (layer, call) in sorted(calls.items())]
     found = {"words": list(arguments), "threads": torch.get_num_threads(), "model": one.loaded.name}
     found |= {"rows": one.rows(), "forms": forms(one.method, views, numbers["repeats"])}
@@ -67,10 +74,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def decoded(one: Decoder, steps: int, calls: dict[int, Any]) -> dict[str, float]:
-    """Decode an interval; return the seconds of its `decode` without the evictor, its `prune` and its parts,
-    and of what the evictor does in `other` steps.
+    """Decode an interval; return seconds by name.
 
-    `calls` gets the latest (layer, call) of each place.
+    `decode`: all steps without what follows. `prune`, and its parts. `other`: what the evictor does in the
+    other steps. `room`: copying rows to where new ones have room. `calls` gets the latest (layer, call) of
+    each place.
     """
     watch, meter = Stopwatch(str(one.loaded.device)), one.cache.evictor.meter
     seconds = {"prune": 0.0, "other": 0.0}
@@ -81,10 +89,10 @@ def decoded(one: Decoder, steps: int, calls: dict[int, Any]) -> dict[str, float]
                 one.step()
             name = "prune" if meter.scored > scored else "other"
             seconds[name] += (watch.seconds("after") or 0.0) - before
-    total = watch.seconds("step") or 0.0
-    parts = {name: watch.seconds(name) or 0.0 for name in PARTS}
-    parts["z_score"] -= parts["score"]  # scores are taken inside
-    return {"decode": total - seconds["prune"] - seconds["other"], **seconds, **parts}
+    seconds |= {name: watch.seconds(name) or 0.0 for name in ("room", *PARTS)}
+    seconds["z_score"] -= seconds["score"]  # scores are taken inside
+    rest = sum(seconds[name] for name in ("prune", "other", "room"))
+    return {"decode": (watch.seconds("step") or 0.0) - rest, **seconds}
 
 
 @contextmanager
@@ -101,16 +109,10 @@ def timed(watch: Stopwatch, calls: dict[int, Any]) -> Iterator[None]:
 
         return call
 
-    places = ((triscore, "score"), (triscore, "z_score"), (mechanism, "choose"), (EvictingLayer, "keep"))
-    with patch.object(mechanism.MethodEvictor, "after", span("after", mechanism.MethodEvictor.after)):
-        patches = [patch.object(place, name, span(name, getattr(place, name))) for place, name in places]
-        for each in patches:
-            each.start()
-        try:
-            yield
-        finally:
-            for each in patches:
-                each.stop()
+    with ExitStack() as stack:
+        for name, (place, attribute) in PLACES.items():
+            stack.enter_context(patch.object(place, attribute, span(name, getattr(place, attribute))))
+        yield
 
 
 def forms(method: Any, views: Sequence[View], repeats: int) -> dict[str, float]:
@@ -138,7 +140,7 @@ def forms(method: Any, views: Sequence[View], repeats: int) -> dict[str, float]:
 def shares(spent: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return medians over intervals of all seconds, and of the shares of decoding an interval."""
     medians = {name: statistics.median(one[name] for one in spent) for name in spent[0]}
-    for name in ("score", "prune", "other"):
+    for name in ("score", "prune", "room", "other"):
         medians[f"{name}_share"] = statistics.median(one[name] / one["decode"] for one in spent)
     return medians
 
@@ -152,10 +154,11 @@ def show(found: dict[str, float], prune: dict[str, float], interval: int) -> Non
     rest = prune["prune"] - sum(prune[name] for name in PARTS)
     parts = ", ".join(f"{name} {1e3 * prune[name]:.2f}" for name in PARTS)
     print(f"prune: {1e3 * prune['prune']:.2f} ms: {parts}, rest {1e3 * rest:.2f}")
-    print(f"interval of {interval} steps: {1e3 * prune['decode']:.0f} ms without the evictor; of it")
+    print(f"interval of {interval} steps: {1e3 * prune['decode']:.0f} ms without eviction; of it")
     print(
         f"scoring {prune['score_share']:.2%} (goal {SCORE_GOAL:.1%}), prune {prune['prune_share']:.2%} (goal"
-        f" {PRUNE_GOAL:.0%}), evictor in the other steps {prune['other_share']:.2%}"
+        f" {PRUNE_GOAL:.0%}), room for new rows {prune['room_share']:.2%}, evictor in the other steps"
+        f" {prune['other_share']:.2%}"
     )
 
 

@@ -23,7 +23,9 @@ def test_choose_is_what_a_sort_says(scores: list[int], rows: int, real: list[boo
     forced = torch.tensor([i in always for i in range(size)])[None, None]
     kept, counted = choose(torch.tensor(scores, dtype=torch.float32)[None, None], [[rows]], valid, forced)
     found = kept[0, 0] if counted is None else kept[0, 0][counted[0, 0]]
-    order = sorted((i for i in range(size) if real[i]), key=lambda i: (i not in always, -scores[i], i))
+    order = sorted(
+        (i for i in range(size) if real[i]), key=lambda i: (i not in always, i in always or -scores[i], i)
+    )  # rows that are always kept have no score
     assert found.tolist() == sorted(order[:rows])
 
 

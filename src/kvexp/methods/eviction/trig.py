@@ -117,13 +117,15 @@ def norms(keys: torch.Tensor, moments: Moments, bands: Bands, kind: Norm, scale:
     exp(scale q k) over Gaussian queries (to second order over any) that spread evenly within each band and
     independently between bands. Numbers that do not rotate count as bands of one number each.
     """
-    turning, still = bands.rotated(keys)
     s = bands.scaling
-    sizes = torch.cat([turning.abs(), still.abs()], dim=-1)  # of cached keys: |c_f| = s |k_f|
-    if kind == "variance":
-        sizes = sizes.square()
-        weights = [0.25 * scale * s**2 * moments.variance, 0.5 * scale * moments.still_variance]
-    elif kind == "unweighted":
+    if kind == "variance":  # |c_f|^2 needs no band: both numbers of one are squared and get its weight
+        weight = 0.25 * scale * s**2 * moments.variance
+        vectors = bands.joined(torch.complex(weight, weight), 0.5 * scale * moments.still_variance)
+        return against(keys.square(), vectors if vectors.dim() == 3 else vectors[None])
+    turning, still = bands.rotated(keys)
+    size = (turning.real.square() + turning.imag.square()).sqrt()  # far faster than a complex abs()
+    sizes = torch.cat([size, still.abs()], dim=-1)  # of cached keys: |c_f| = s |k_f|
+    if kind == "unweighted":
         weights = [s * moments.magnitude, moments.still_magnitude]
     else:
         spread = moments.magnitude - moments.mean.abs()
