@@ -84,6 +84,9 @@ def test_headlines_prefer_accuracy_and_its_calibrated_twin(make_record):
     other = make_record()
     other["metrics"] = {"word_perplexity": other["metrics"]["accuracy"]}
     assert headlines(only([other])) == ["word_perplexity"]
+    for names in (["kl", "top1_agreement", "perplexity"], ["accuracy", "logprob"]):
+        other["metrics"] = dict.fromkeys(names, next(iter(other["metrics"].values())))
+        assert headlines(only([other])) == names
 
 
 def test_one_seed_has_the_recorded_error_and_none_over_seeds(make_record):

@@ -99,7 +99,8 @@ def _check(model: Any, ids: torch.Tensor, hidden: torch.Tensor) -> None:
     """Refuse a model whose logits are not those of its output embedding: nothing would be comparable."""
     cache = Full().encode(model, [])
     theirs = model(ids, cache=cache, position_ids=torch.arange(ids.shape[1])[None].to(ids.device)).logits
-    if not torch.allclose(logits_of(model, hidden), theirs.float(), atol=1e-2, rtol=1e-2):
+    gap = (logits_of(model, hidden) - theirs.float()).abs().max()
+    if gap > 0.05 * theirs.float().abs().max():  # other shapes round otherwise in bfloat16
         raise UserError(
             "this model's logits are not those of its output embedding: task=continuation cannot serve it"
         )

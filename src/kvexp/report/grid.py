@@ -19,6 +19,7 @@ from kvexp.report.loggers import flatten
 from kvexp.tasks.metrics import bootstrap, paired_difference
 
 HEADLINES = ("accuracy", "exact_match", "f1", "acc")
+COMPANIONS = {"kl": ("top1_agreement", "perplexity")}
 OF_THE_METHOD = ("method", "calibration", "notes", "budget", "seed", "empty_prefix", "fidelity")
 
 
@@ -85,11 +86,12 @@ def grids(records: Iterable[Record]) -> list[Grid]:
 
 
 def headlines(grid: Grid) -> list[str]:
-    """Return the metrics to show: the first known one (or the first there is), with its calibrated twin."""
+    """Return the metrics to show: the first known one (or the first there is), and what goes with it."""
     records = [record for row in grid.rows for record in row.records]
     names = list(dict.fromkeys(name for record in records for name in record["metrics"]))
     main = next((name for name in HEADLINES if name in names), names[0] if names else "accuracy")
-    return [name for name in (main, f"{main}_calibrated") if name in names or name == main]
+    beside = COMPANIONS.get(main, (f"{main}_calibrated", "logprob"))
+    return [main, *(name for name in beside if name in names)]
 
 
 def estimate(row: Row, metric: str, items: Items) -> Estimate | None:
