@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvexp.evaluation.reference import Reference, reference
+from kvexp.evaluation.reference import reference
 from kvexp.measure.answered import Answered
 from kvexp.measure.timing import Stopwatch
 from kvexp.measure.usage import cache_usage, total_usage
@@ -18,7 +18,7 @@ from kvexp.report.folder import RunFolder
 from kvexp.schema import Settings
 from kvexp.tasks.continuation import Stretch, TextSet
 from kvexp.tasks.evaluate import batched
-from kvexp.tasks.fidelity import divergence
+from kvexp.tasks.fidelity import token_scores
 from kvexp.tasks.scores import continuation_metrics
 from kvexp.tasks.session import Session
 
@@ -71,7 +71,10 @@ def _fed(
         with session.watch("block"):
             output = model(ids[:, at:end], cache=running, position_ids=positions)
         span = slice(at - task.prefill, end - task.prefill)
-        rows.append(_scored(output.logits.float(), known, model, span, ids[:, at + 1 : end + 1]))
+        following = ids[:, at + 1 : end + 1]
+        full = known.logits(model, span)
+        scores = token_scores(full.flatten(0, 1), output.logits.flatten(0, 1), following.flatten())
+        rows.append({name: values.view(following.shape) for name, values in scores.items()})
     tokens = {name: torch.cat([row[name] for row in rows], dim=1) for name in SCORES}
     usage = cache_usage(model, running, width, settings.budget.rows or width)
     return [_line(settings, task, text, tokens, i) for i, text in enumerate(batch)], usage
@@ -92,20 +95,6 @@ def blocks(settings: Settings, task: TextSet, width: int) -> Iterator[tuple[int,
         end = min(at + first, width)
         yield at, end
         at, first = end, size
-
-
-def _scored(
-    logits: torch.Tensor, known: Reference, model: Any, span: slice, following: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """Return each score [n, t] of the tokens `following` [n, t]."""
-    ours, full = logits.log_softmax(-1), known.log_probabilities(model, span)
-    index = following[..., None]
-    return {
-        "nll": -ours.gather(-1, index)[..., 0],
-        "nll_full": -full.gather(-1, index)[..., 0],
-        "kl": divergence(full, ours),
-        "top1_agreement": (ours.argmax(-1) == full.argmax(-1)).float(),
-    }
 
 
 def _line(

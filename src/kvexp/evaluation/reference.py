@@ -31,9 +31,9 @@ class Reference:
     hidden: torch.Tensor
     manifest: dict[str, Any] = field(default_factory=dict)
 
-    def log_probabilities(self, model: Any, part: slice) -> torch.Tensor:
-        """Return the log-probabilities [n, t, V] of the tokens after those in `part`, float32."""
-        return logits_of(model, self.hidden[:, part].to(model.device)).log_softmax(-1)
+    def logits(self, model: Any, part: slice) -> torch.Tensor:
+        """Return the logits [n, t, V] of the tokens after those in `part`."""
+        return logits_of(model, self.hidden[:, part].to(model.device))
 
     def save(self, folder: Path) -> None:
         """Write the states and their manifest into `folder`."""
@@ -90,16 +90,17 @@ def _states(model: Any, texts: Sequence[Sequence[int]], skip: int) -> torch.Tens
 
 
 def logits_of(model: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Return the model's logits [..., V] in float32 from its final hidden states."""
+    """Return the model's logits [..., V] from its final hidden states."""
     logits = model.get_output_embeddings()(hidden)
-    return (logits * getattr(model, "logit_scale", 1.0)).float()
+    scale = getattr(model, "logit_scale", None)
+    return logits if scale is None else logits * scale
 
 
 def _check(model: Any, ids: torch.Tensor, hidden: torch.Tensor) -> None:
     """Refuse a model whose logits are not those of its output embedding: nothing would be comparable."""
     cache = Full().encode(model, [])
     theirs = model(ids, cache=cache, position_ids=torch.arange(ids.shape[1])[None].to(ids.device)).logits
-    gap = (logits_of(model, hidden) - theirs.float()).abs().max()
+    gap = (logits_of(model, hidden).float() - theirs.float()).abs().max()
     if gap > 0.05 * theirs.float().abs().max():  # other shapes round otherwise in bfloat16
         raise UserError(
             "this model's logits are not those of its output embedding: task=continuation cannot serve it"

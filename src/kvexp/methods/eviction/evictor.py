@@ -45,7 +45,7 @@ class MethodEvictor:
         self.totals: list[list[int]] = []  # rows of all heads together, of each layer and sequence
         self.tokens: list[list[int]] = []  # seen so far, of each layer and sequence
         self.latest: list[int] = []  # tokens that this forward brought, of each sequence
-        self.compressed: set[int] = set()  # layers that have been compressed while decoding
+        self.compressed: list[list[bool]] = []  # whether it was while decoding, each layer and sequence
         self.waiting: list[tuple[View, torch.Tensor, Targets]] = []  # scores that wait for the other layers
         self.layers: list[EvictingLayer] = []
         self.counters: dict[str, int] = {}
@@ -69,6 +69,7 @@ class MethodEvictor:
         if not self.totals:
             self.totals = [[0] for _ in self.layers]
             self.tokens = [[0] for _ in self.layers]
+            self.compressed = [[False] for _ in self.layers]
         self._places = {id(layer): place for place, layer in enumerate(self.layers)}
 
     def fork(self) -> MethodEvictor:
@@ -76,7 +77,8 @@ class MethodEvictor:
         twin = copy.copy(self)
         twin.totals = [list(totals) for totals in self.totals]
         twin.tokens = [list(tokens) for tokens in self.tokens]
-        twin.compressed, twin.waiting, twin.layers = set(self.compressed), [], []
+        twin.compressed = [list(compressed) for compressed in self.compressed]
+        twin.waiting, twin.layers = [], []
         return twin
 
     def usage(self) -> dict[str, Any]:
@@ -89,10 +91,12 @@ class MethodEvictor:
     def select(self, indices: torch.Tensor) -> None:
         """Follow the cache to the sequences `indices` of its batch."""
         chosen = indices.tolist()
-        self.totals, self.tokens = (
-            [[one[i] for i in chosen] if len(one) > 1 else one * len(chosen) for one in counts]
-            for counts in (self.totals, self.tokens)
-        )
+
+        def followed(known: list[list[Any]]) -> list[list[Any]]:
+            return [[one[i] for i in chosen] if len(one) > 1 else one * len(chosen) for one in known]
+
+        self.totals, self.tokens = followed(self.totals), followed(self.tokens)
+        self.compressed = followed(self.compressed)
         if self.prompt is not None and self.prompt.shape[0] > 1:
             self.prompt = self.prompt.index_select(0, indices.to(self.prompt.device))
 
@@ -135,6 +139,7 @@ class MethodEvictor:
         totals, tokens = self.totals[place], self.tokens[place]
         if len(totals) != batch:
             totals, tokens = totals * batch, tokens * batch
+            self.compressed[place] = self.compressed[place] * batch
         heads = layer.keys.shape[1]
         real = call.padding.real(layer.seen - length, layer.seen) or [length] * batch
         self.totals[place] = [old + heads * new for old, new in zip(totals, real, strict=True)]
@@ -158,9 +163,9 @@ class MethodEvictor:
         seen = self.tokens[view.index]
         limits = [method.layer_rows(view.index, view.n_layers, self.rows, tokens) for tokens in seen]
         if self.phase == "decode":
+            fresh = [not compressed for compressed in self.compressed[view.index]]
             due = [
-                self._is_due(view, total, heads, limit, tokens, new)
-                for total, limit, tokens, new in zip(totals, limits, seen, self.latest, strict=True)
+                self._is_due(view, *one) for one in zip(totals, limits, seen, self.latest, fresh, strict=True)
             ]
         else:
             due = [total > heads * limit for total, limit in zip(totals, limits, strict=True)]
@@ -169,23 +174,33 @@ class MethodEvictor:
         lengths = [-(-total // heads) for total in totals]
         return [limit if act else n for limit, act, n in zip(limits, due, lengths, strict=True)]
 
-    def _is_due(self, view: View, total: int, heads: int, limit: int, tokens: int, new: int) -> bool:
-        """Whether a sequence of `tokens` evicts after this step of decoding, which brought `new` of them."""
-        method = self.method.during(self.phase)
+    def _is_due(self, view: View, total: int, limit: int, tokens: int, new: int, fresh: bool) -> bool:
+        """Whether a sequence of `tokens` evicts after this step of decoding, which brought `new` of them.
+
+        `fresh`: it has not evicted while decoding.
+        """
+        method, heads = self.method.during(self.phase), view.heads
         interval = method.interval or 1
         if method.trigger == "length":
             passed = tokens // interval > (tokens - new) // interval
             return passed and total > heads * limit
         slack = interval
-        if method.smooth and view.index not in self.compressed:  # layers take turns within an interval
+        if method.smooth and fresh:  # layers take turns within an interval
             slack = -(-(view.index + 1) * interval // view.n_layers)
         return total >= heads * (limit + slack)
 
     def _evict(self, view: View, scores: torch.Tensor, targets: Targets, method: EvictionMethod) -> None:
         always = method.always(view)
-        self._keep(view.index, scores, method.allot(scores, targets, view, always), always)
+        rows = method.allot(scores, targets, view, always)
+        totals, heads = self.totals[view.index], view.heads
+        acts = [target * heads < total for target, total in zip(targets, totals, strict=True)]
+        if view.valid is not None and not all(acts):  # a sequence whose turn has not come keeps every row
+            held = view.valid.sum(-1).tolist()
+            rows = [some if act else every for some, every, act in zip(rows, held, acts, strict=True)]
+        self._keep(view.index, scores, rows, always)
         if self.phase == "decode":
-            self.compressed.add(view.index)
+            done = self.compressed[view.index]
+            self.compressed[view.index] = [old or act for old, act in zip(done, acts, strict=True)]
         method.evicted(view)
 
     def compress(self, scores: Sequence[torch.Tensor], rows: Sequence[list[list[int]]]) -> None:
