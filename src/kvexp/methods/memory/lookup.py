@@ -12,6 +12,7 @@ from kvexp.methods.memory.states import LayerMemory
 from kvexp_kernels.lookup.reference import lookup_flat
 from kvexp_kernels.lookup.two_level import TwoLevelIndex
 
+TIE = 1e-6  # difference of cosines that float32 cannot tell
 MAX_SHIFT = 3.0  # largest correction of log Z, in nats: beyond it a linear map extrapolates
 
 
@@ -82,10 +83,21 @@ class LayerLookup:
         self._count("keys_held", x.shape[0] * x.shape[1] * self.entries)
         nearest = torch.stack(found)
         if self.method.recall:
-            flat = lookup_flat(x, memory.keys, memory.key_scale)[0]
-            self._count("agreed_with_flat", int((flat == nearest).sum()))
-            self._count("compared_with_flat", nearest.numel())
+            self._compare(x, nearest)
         return nearest
+
+    def _compare(self, x: torch.Tensor, nearest: torch.Tensor) -> None:
+        """Count lookups that found what flat search finds, or an entry as near (equal keys are common)."""
+        memory = self.memory
+        flat, score = lookup_flat(x, memory.keys, memory.key_scale)
+        book = torch.arange(x.shape[0], device=x.device)[:, None]
+        keys = memory.keys[book, nearest].to(x.dtype)
+        if memory.key_scale is not None:
+            keys = keys * memory.key_scale[book, nearest][..., None].to(x.dtype)
+        missed = (score - (x * keys).sum(-1)) / x.norm(dim=-1).clamp(min=1e-30)  # in cosine
+        self._count("agreed_with_flat", int(((flat == nearest) | (missed <= TIE)).sum()))
+        self._count("same_as_flat", int((flat == nearest).sum()))
+        self._count("compared_with_flat", nearest.numel())
 
     def find(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (a [n, Hq, Dv], log Z [n, Hq]) for key-space queries [n, Hq, D]."""
