@@ -174,7 +174,9 @@ def test_the_empty_prefix_control_sees_the_header_alone(
 ) -> None:
     encoded = []
     context = Session.context
-    monkeypatch.setattr(Session, "context", lambda self, it: encoded.append(it.ids) or context(self, it))
+    monkeypatch.setattr(
+        Session, "context", lambda self, it, *more: encoded.append(it.ids) or context(self, it, *more)
+    )
     settings = cell(tmp_path, f"method={method}", "calibration.empty_prefix=true")
     record = run(settings)
     whole = settings.task.load(tiny.tokenizer(), seed=0, limit=12)

@@ -88,6 +88,8 @@ def show(given: Any) -> str:
         return "null"
     if isinstance(given, bool):
         return str(given).lower()
+    if dataclasses.is_dataclass(given):
+        return str(getattr(given, "id", type(given).__name__))
     if isinstance(given, list | tuple):
         return "[" + ",".join(show(item) for item in given) + "]"
     return str(given)

@@ -169,6 +169,11 @@ def _settings(
     ):
         if task.kind == "lm_eval" and given:
             raise UserError(f"{key}=true means nothing to task={choices['task']}: leave it out")
+    if values["fidelity"] and task.kind == "questions" and not task.known_answers:
+        raise UserError(
+            f"fidelity=true compares along known answers, and task={choices['task']} has none: leave it out,"
+            " or take task=continuation"
+        )
     if method.needs_full_layer and not model.full_attention:
         raise UserError(
             f"method={choices['method']} needs a layer that attends to the whole context, and every layer of"

@@ -131,6 +131,10 @@ class SamplingSpec:
             raise UserError(f"temperature={self.temperature} is below 0: 0 decodes greedily")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p={self.top_p} is no share: set it above 0 and up to 1")
+        if self.top_p < 1 and self.temperature == 0:
+            raise UserError(
+                f"top_p={self.top_p} has no part in greedy decoding: set temperature=0.6, or leave it out"
+            )
         if self.samples > 1 and self.temperature == 0:
             raise UserError(
                 f"samples={self.samples} equal answers come from greedy decoding: set"

@@ -12,8 +12,10 @@ import torch
 from cells import samples_of
 from kvexp.cli import settings_of
 from kvexp.errors import UserError
+from kvexp.evaluation.continuation import blocks
 from kvexp.model import load_once
 from kvexp.run import run
+from kvexp.tasks.continuation import TextSet
 
 WORDS = (
     "model=tiny-llama",
@@ -23,6 +25,7 @@ WORDS = (
     "task.length=140",
     "logger=none",
 )
+LAZY = "{name: lazyeviction, interval: 12, recent: 12, alpha: 0.02}"
 
 
 def settings(folder: Path, *words: str) -> Any:
@@ -50,18 +53,51 @@ def test_full_attention_is_its_own_reference(tmp_path: Path) -> None:
         assert len(line["blocks"]["kl"]) == 3  # 79 scored tokens
 
 
-@pytest.mark.parametrize("budget", [40, 75])
-def test_blocks_are_what_decoding_token_by_token_is(budget: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("method=rkv", "budget=75", "method.interval=16", "method.trigger=slack"),
+        ("method=rkv", "budget=40", "method.interval=40"),  # more than a block, at multiples of 40
+        ("method=two_phase", "budget=40", f"method.at_decode={LAZY}"),  # sees each token's attention apart
+    ],
+    ids=lambda words: words[0],
+)
+def test_blocks_are_what_decoding_token_by_token_is(words: tuple[str, ...], tmp_path: Path) -> None:
     """Rows leave at the same places, whether the cache is full at once or fills up on the way."""
-    words = ("method=rkv", "method.interval=16", "method.trigger=slack", f"budget={budget}")
-    blocks = settings(tmp_path / "blocks", *words)
-    single = settings(tmp_path / "single", *words, "task.block=1")
+    blocks = settings(tmp_path / "blocks", *words, "task.block=32")
+    single = settings(tmp_path / "single", *words, "task.block=1", f"store_dir={blocks.store_dir}")
     record, other = run(blocks), run(single)
     assert record["cache"]["evicted"] == other["cache"]["evicted"] > 0
     for one, two in zip(lines(blocks), lines(single), strict=True):
         for name, value in one["scores"].items():
             assert value == pytest.approx(two["scores"][name], abs=2e-3), name
     assert record["metrics"]["kl"]["value"] > 0.01
+
+
+@pytest.mark.parametrize(
+    ("words", "ends"),
+    [
+        (("method=full", "budget=40"), [80, 100, 120, 139]),
+        (("method=rkv", "budget=40", "method.trigger=slack"), [76, 92, 108, 124, 139]),
+        (("method=rkv", "budget=75", "method.trigger=slack"), [80, 91, 107, 123, 139]),
+        (
+            ("method=rkv", "budget=40", "method.prefill=off", "method.trigger=slack"),
+            [61, 77, 93, 109, 125, 139],
+        ),
+        (("method=rkv", "budget=40"), [64, 80, 96, 112, 128, 139]),
+        (("method=rkv", "budget=40", "method.query_aware=true"), [61, 64, 80, 96, 112, 128, 139]),
+        (("method=rkv", "budget=40", "method.interval=70"), [70, 90, 110, 130, 139]),
+        (("method=rkv", "budget=full"), [80, 100, 120, 139]),
+        (("method=lazyeviction", "budget=40", "method.recent=12"), list(range(61, 140))),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_blocks_end_where_rows_leave(words: tuple[str, ...], ends: list[int], tmp_path: Path) -> None:
+    interval = () if words[0] == "method=full" or "method.interval=70" in words else ("method.interval=16",)
+    found = settings(tmp_path, *words, *interval, "task.block=20")
+    cut = list(blocks(found, TextSet([], 60, 20, ""), 139))
+    assert [end for _, end in cut] == ends
+    assert [at for at, _ in cut] == [60, *ends[:-1]]
 
 
 def test_a_budget_that_holds_the_text_loses_nothing(tmp_path: Path) -> None:

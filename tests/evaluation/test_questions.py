@@ -93,6 +93,20 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert samples_of(settings) == samples_of(whole)
 
 
+@pytest.mark.parametrize("words", ["method.query_aware=true", "method.prefill=off method.interval=2"])
+def test_a_run_that_lacks_its_record_alone_tells_what_the_method_did(words: str, tmp_path: Path) -> None:
+    """Rows that leave with the query or later are gone as well when all answers were on disk."""
+    settings = small(tmp_path, *PASSKEY[:-1], "method=snapkv", "budget=64", *words.split())
+    first, before = run(settings), samples_of(settings)
+    (settings.run_dir / "record.json").unlink()
+    again = run(settings)
+    assert again["status"] == "complete" and samples_of(settings) == before
+    assert again["metrics"] == first["metrics"]
+    for name in ("entries_peak", "context_tokens", "storage"):
+        assert again["cache"][name] == first["cache"][name]
+    assert 0 < again["cache"]["evicted"] <= first["cache"]["evicted"]
+
+
 def test_batches_hold_one_context_or_contexts_of_like_length() -> None:
     class Q:
         def __init__(self, name: str, length: int) -> None:
@@ -109,5 +123,7 @@ def test_sampling_is_refused_where_it_means_nothing(tmp_path: Path) -> None:
         cell(tmp_path, "temperature=0.5")
     with pytest.raises(UserError, match="equal answers come from greedy decoding"):
         small(tmp_path, *DFS, "method=full", "samples=3")
+    with pytest.raises(UserError, match=r"top_p=0\.9 has no part in greedy decoding"):
+        small(tmp_path, *DFS, "method=full", "top_p=0.9")
     with pytest.raises(UserError, match="compares along known answers"):
-        run(small(tmp_path, *DFS, "method=full", "fidelity=true"))
+        small(tmp_path, *DFS, "method=full", "fidelity=true")

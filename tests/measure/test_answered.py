@@ -11,7 +11,8 @@ from kvexp.budget import Budget
 from kvexp.measure.answered import Answered, NothingHappened, check_counters
 from kvexp.measure.timing import Stopwatch
 
-METHOD: Any = SimpleNamespace(id="asm", expects=("looked_up",))
+METHOD: Any = SimpleNamespace(id="asm", expects=("looked_up",), uses_budget=True)
+REUSE: Any = SimpleNamespace(id="cacheblend", expects=("reused", "recomputed"), uses_budget=False)
 
 
 def test_sections_of_a_record() -> None:
@@ -45,13 +46,20 @@ def test_a_declared_counter_at_zero_is_an_error(cache: dict[str, int]) -> None:
         check_counters(METHOD, Budget(64), {"context_tokens": 65, **cache})
 
 
+@pytest.mark.parametrize("cache", [{"reused": 9}, {"recomputed": 9}, {"reused": 9, "recomputed": 0}])
+def test_a_method_without_a_budget_has_to_count_whatever_the_context(cache: dict[str, int]) -> None:
+    with pytest.raises(NothingHappened, match="cacheblend declares"):
+        check_counters(REUSE, Budget(None), {"context_tokens": 65, **cache})
+
+
 @pytest.mark.parametrize(
     ("method", "budget", "cache"),
     [
         (METHOD, 64, {"context_tokens": 65, "looked_up": 1}),
         (METHOD, 64, {"context_tokens": 64, "looked_up": 0}),  # everything fits
         (METHOD, None, {"context_tokens": 4096, "looked_up": 0}),  # the budget is the whole context
-        (SimpleNamespace(id="full", expects=()), 64, {"context_tokens": 4096}),
+        (SimpleNamespace(id="full", expects=(), uses_budget=False), None, {"context_tokens": 4096}),
+        (REUSE, None, {"context_tokens": 65, "reused": 1, "recomputed": 1}),
     ],
 )
 def test_what_may_stay_at_zero(method: Any, budget: int | None, cache: dict[str, int]) -> None:

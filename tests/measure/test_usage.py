@@ -9,7 +9,7 @@ import pytest
 import helpers
 from helpers import QUERIES, Calibration
 from kvexp.budget import Budget
-from kvexp.measure.usage import cache_usage
+from kvexp.measure.usage import cache_usage, total_usage
 from kvexp.methods.baseline.full import Full
 from kvexp.methods.baseline.no_context import NoContext
 from kvexp.methods.baseline.truncate import Truncate
@@ -78,3 +78,18 @@ def test_a_memory_counts_its_entries_bytes_and_lookups(tmp_path: Path) -> None:
     assert usage["kv_token_equivalents"] == round(memory.nbytes() / ROW["llama"], 1)
     assert usage["looked_up"] == 3 * sum(map(len, QUERIES))  # each real query token once in each layer
     assert set(usage) <= {*STORAGE, *COUNTERS}
+
+
+def test_counters_of_several_caches_are_the_last_ones_and_peaks_the_largest() -> None:
+    """A counter that one method alone has goes on as well, whichever context was the longest."""
+    sizes = {"bytes_peak": 10, "bytes_full": 20, "kv_token_equivalents": 1.0, "entries_nominal": 4}
+    longest = {"context_tokens": 9, "entries_peak": 4, "entries_mean": 4.0, "entries_peak_prompt": 9, **sizes}
+    last = {"context_tokens": 8, "entries_peak": 6, "entries_mean": 5.0, "entries_peak_prompt": 12, **sizes}
+    parts = [
+        {**longest, "evicted": 3, "prompt_competed": 1},
+        {**last, "evicted": 5, "prompt_competed": 2, "looked_up": 7},
+    ]
+    total = total_usage(parts)
+    assert (total["context_tokens"], total["entries_mean"]) == (9, 4.5)
+    assert (total["entries_peak"], total["entries_peak_prompt"]) == (6, 12)
+    assert (total["evicted"], total["prompt_competed"], total["looked_up"]) == (5, 2, 7)

@@ -42,3 +42,13 @@ def test_a_row_draws_the_same_in_any_batch() -> None:
     assert math.isclose(
         Sampler(["b"], 1.0, 1.0).streams[0].random(), alone.__class__(["b"], 1, 1).streams[0].random()
     )
+
+
+def test_a_number_that_rounds_to_one_draws_a_token_that_may_be_drawn() -> None:
+    class Highest:
+        def random(self) -> float:
+            return 1 - 2.0**-53
+
+    sampler = Sampler(["stream"], 1.0, 0.5)
+    sampler.streams = [Highest()]  # type: ignore[list-item]
+    assert sampler(LOGITS).tolist() == [0]  # the only one that top_p leaves

@@ -26,7 +26,7 @@ def rotate(
     like = query.new_empty(0, dtype=torch.float32)  # the table takes its device and dtype from here
     scaling = 1.0 if scaled else attention_scaling(model, layer_index)
     tables = rotary(like, positions.to(query.device)[None], *kind)
-    cos, sin = (_angles(table[0] / scaling, family.table).to(query.dtype) for table in tables)
+    cos, sin = (each_angle(table[0] / scaling, family.table).to(query.dtype) for table in tables)
     width = 2 * cos.shape[-1]
     adjacent = family.query_pairing(config) != "halves"
     if family.latent:  # the last numbers rotate, elsewhere the first ones
@@ -36,8 +36,8 @@ def rotate(
     return torch.cat([_turn(turning, cos, sin, adjacent), still], dim=-1)
 
 
-def _angles(table: torch.Tensor, layout: families.Table) -> torch.Tensor:
-    """Return one number for each angle, [T, R/2], from a table in the model's layout."""
+def each_angle(table: torch.Tensor, layout: families.Table) -> torch.Tensor:
+    """Return one number for each angle, [T, R/2], from a table [T, R] in the model's layout."""
     if layout == "tiled":
         return table[..., : table.shape[-1] // 2]
     return table[..., ::2] if layout == "repeated" else table

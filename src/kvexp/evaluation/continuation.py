@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from kvexp.evaluation.reference import reference
 from kvexp.measure.answered import Answered
 from kvexp.measure.timing import Stopwatch
 from kvexp.measure.usage import cache_usage, total_usage
+from kvexp.methods.eviction.base import EvictionMethod
 from kvexp.progress import track
 from kvexp.prompt import Context
 from kvexp.report.folder import RunFolder
@@ -82,19 +84,37 @@ def _fed(
 
 def blocks(settings: Settings, task: TextSet, width: int) -> Iterator[tuple[int, int]]:
     """Yield where each block begins and ends, such that rows leave where they would token by token."""
-    method = settings.method
-    decoding = method.during("decode") if hasattr(method, "during") else method
-    interval = getattr(decoding, "interval", None)
-    size = task.block if interval is None else min(task.block, interval)
-    if getattr(decoding, "smooth", False):
-        size = 1
-    at, first = task.prefill, size
-    if interval is not None and settings.budget.rows is not None and settings.budget.rows > task.prefill:
-        first = (settings.budget.rows - task.prefill) % size or size  # the cache fills up at a block's end
+    size: int = task.block
+    turns: Iterator[int] = iter(())
+    if isinstance(settings.method, EvictionMethod) and settings.budget.rows is not None:
+        deciding = settings.method.during("decode")
+        if deciding.stepwise or deciding.smooth:
+            size = 1
+        turns = _turns(settings.method, settings.budget.rows, task.prefill)
+    at = turn = task.prefill
     while at < width:
-        end = min(at + first, width)
+        if turn <= at:
+            turn = next(turns, width)
+        end = min(at + size, turn, width)
         yield at, end
-        at, first = end, size
+        at = end
+
+
+def _turns(method: EvictionMethod, rows: int, read: int) -> Iterator[int]:
+    """Yield how many tokens have been fed whenever rows may leave, behind the `read` ones of the prompt."""
+    reading, deciding = method.during("prefill"), method.during("decode")
+    compressed = reading.prefill != "off" and read > rows
+    if reading.query_aware and reading.prefill != "off" and read >= rows:
+        read, compressed = read + 1, True  # the first token fed is the query
+        yield read
+    interval = deciding.interval
+    if interval is None:
+        return
+    if deciding.trigger == "length":
+        first = (read // interval + 1) * interval
+    else:
+        first = read + interval if compressed else max(read + 1, rows + interval)
+    yield from count(first, interval)
 
 
 def _line(

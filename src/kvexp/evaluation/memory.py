@@ -18,12 +18,12 @@ from kvexp.tasks.base import TaskSet
 def memory_for(
     settings: Settings, loaded: Any, task: TaskSet | None, folder: RunFolder | None, watch: Stopwatch
 ) -> Any:
-    """Return the memory of a method that learns something, else None.
+    """Return the memory of a method that learns something, else what its contexts share, or None.
 
     `task` gives the traces (None: it is loaded where they are wanted); `folder` gets a pointer to the memory.
     """
     if not settings.method.needs_calibration:
-        return None
+        return settings.method.opened(loaded.model, settings.store_dir, loaded.sha256)
     with watch("prepare"):
         memory, pointer = _prepared(settings, loaded, task)
     if folder is not None:

@@ -51,7 +51,8 @@ def answer(
         )
     session = Session(loaded, settings.method, memory, settings.budget, watch)
     run = Run(settings, session, task)
-    batches = planned(task.questions, settings.batch_size, settings.sampling.samples)
+    apart = settings.method.needs_query
+    batches = planned(task.questions, settings.batch_size, settings.sampling.samples, apart)
     order = [asked.id for asked in every(task.questions, settings.sampling.samples)]
     with settings.method.attach(loaded.model, memory):
         if not folder.settled(order):
@@ -60,8 +61,8 @@ def answer(
             for batch in track(batches[done:], what, unit="batches"):
                 folder.append(run.ask(batch))
             folder.settle(order)
-        if not run.usages:  # everything was on disk: one context tells what the method holds
-            run.encode(batches[0])
+        if not run.usages:  # everything was on disk: one batch tells what the method does and holds
+            run.ask(batches[0])
     samples = folder.samples()
     fidelity = fidelity_summary(samples, None) if settings.fidelity else None
     metrics = question_metrics(samples, task, settings.sampling.samples)
@@ -77,14 +78,17 @@ def every(questions: Sequence[Question], samples: int) -> list[Asked]:
     ]
 
 
-def planned(questions: Sequence[Question], batch_size: int, samples: int) -> list[list[Asked]]:
+def planned(
+    questions: Sequence[Question], batch_size: int, samples: int, apart: bool = False
+) -> list[list[Asked]]:
     """Return batches: of one context's questions where it has several, else of several contexts' questions.
 
-    Contexts of a batch are of similar length, so that little is padded.
+    Contexts of a batch are of similar length, so that little is padded. `apart`: a context is encoded for
+    each of its questions.
     """
     by_context: defaultdict[str, list[Question]] = defaultdict(list)
     for question in questions:
-        by_context[question.context.key].append(question)
+        by_context[question.id if apart else question.context.key].append(question)
     batches: list[list[Asked]] = []
     alone: list[Question] = []
     for members in by_context.values():
@@ -117,17 +121,23 @@ class Run:
         if settings.fidelity:
             self.reference = Session(session.loaded, Full(), None, Budget(None))
 
-    def encode(self, batch: Sequence[Asked]) -> tuple[Context | list[Context], list[int]]:
-        """Encode the contexts of a batch; return them, and which one each answer stands on."""
-        contexts = list({asked.question.context.key: asked.question.context for asked in batch}.values())
-        places = {context.key: place for place, context in enumerate(contexts)}
+    def encode(
+        self, batch: Sequence[Asked]
+    ) -> tuple[Context | list[Context], list[int], list[Sequence[int]] | None]:
+        """Encode the contexts of a batch; return them, which of them each answer stands on, and for what."""
+        apart = self.settings.method.needs_query
+        names = [one.question.id if apart else one.question.context.key for one in batch]
+        first = {name: one.question for name, one in zip(names, batch, strict=True)}
+        contexts = [question.context for question in first.values()]
+        places = {name: place for place, name in enumerate(first)}
         on = contexts[0] if len(contexts) == 1 else contexts
-        cache = self.session.context(on)
+        asked: list[Sequence[int]] | None = [one.query_ids for one in first.values()] if apart else None
+        cache = self.session.context(on, asked)
         if not self.usages or self._latest is not cache:
             self._latest = cache
             self.usages.append({})
         self._use(contexts)
-        return on, [places[asked.question.context.key] for asked in batch]
+        return on, [places[name] for name in names], asked
 
     def _use(self, contexts: Sequence[Context]) -> None:
         """Note what the latest cache and its forks have held so far."""
@@ -138,9 +148,9 @@ class Run:
 
     def ask(self, batch: Sequence[Asked]) -> list[dict[str, Any]]:
         """Return the samples of one batch."""
-        on, rows = self.encode(batch)
+        on, rows, asked_for = self.encode(batch)
         queries = [asked.question.query_ids for asked in batch]
-        asked_on = self.session.run(on, queries, rows)
+        asked_on = self.session.run(on, queries, rows, asked_for)
         made, ends = self._generated(asked_on, batch)
         more = self._teacher_forced(asked_on, on, queries, rows, batch)
         self._use([on] if isinstance(on, Context) else on)

@@ -44,8 +44,11 @@ class Answered:
 
 
 def check_counters(method: Any, budget: Budget, cache: dict[str, Any]) -> None:
-    """Raise NothingHappened when the context exceeds the budget and a declared counter stayed at zero."""
-    if budget.rows is None or cache["context_tokens"] <= budget.rows:
+    """Raise NothingHappened when the context exceeds the budget and a declared counter stayed at zero.
+
+    A method that uses no budget has to count whatever the context.
+    """
+    if method.uses_budget and (budget.rows is None or cache["context_tokens"] <= budget.rows):
         return
     for name in method.expects:
         if not cache.get(name, 0):

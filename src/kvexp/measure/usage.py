@@ -41,9 +41,15 @@ def total_usage(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     total = dict(max(parts, key=lambda part: part["context_tokens"]))
     for name in ("entries_peak", "bytes_peak", "kv_token_equivalents"):
         total[name] = max(part[name] for part in parts)
+    if "entries_peak_prompt" in total:
+        total["entries_peak_prompt"] = max(part["entries_peak_prompt"] for part in parts)
     total["entries_mean"] = sum(part["entries_mean"] for part in parts) / len(parts)
     known = {*total, "storage"}
     return total | {name: value for name, value in parts[-1].items() if name not in known or name in COUNTERS}
 
 
-COUNTERS = ("evicted", "looked_up", "reused", "recomputed")
+COUNTERS = (
+    *("evicted", "looked_up", "reused", "recomputed", "reusable", "unit_tokens", "union"),
+    "prompt_competed",
+    *("check_rows", "question_rows", "moved_bytes", "store_hits", "store_misses"),
+)

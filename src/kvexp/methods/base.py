@@ -66,6 +66,7 @@ class Method:
     learns_from: ClassVar[Literal["traces", "text"]] = "traces"  # of the task, or of a corpus
     needs_full_layer: ClassVar[bool] = False  # needs a layer that attends to the whole context
     exact: ClassVar[bool] = True  # whether it equals full attention when the budget holds everything
+    needs_query: ClassVar[bool] = False  # `encode` takes what will be asked, `query`, and works for it alone
     uses_budget: ClassVar[bool] = True  # else every budget is the same cell, `full`
     expects: ClassVar[
         tuple[str, ...]
@@ -79,6 +80,10 @@ class Method:
     def memory_facts(self, budget: Budget, seed: int) -> dict[str, Any]:
         """Return what decides, beside model and calibration, what a memory holds: its fingerprint."""
         return {"budget": str(budget), "seed": seed}
+
+    def opened(self, model: Any, folder: Path | None = None, sha256: str | None = None) -> Any:
+        """Return what contexts share though nothing is learnt (a store, in `folder` where it has files)."""
+        return None
 
     def sample_knobs(self) -> dict[str, Any]:
         """Return the knobs that decide what is collected on disk; memories that share them share it."""

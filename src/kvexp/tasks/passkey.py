@@ -35,6 +35,7 @@ class Passkey(Task):
     id: ClassVar[str] = "passkey"
     kind: ClassVar[str] = "questions"
     shared_context: ClassVar[bool] = False
+    known_answers: ClassVar[bool] = True
 
     context_tokens: int = 2048
     n_facts: int = 8

@@ -51,6 +51,7 @@ class Ruler(Task):
     id: ClassVar[str] = "ruler"
     kind: ClassVar[str] = "questions"
     shared_context: ClassVar[bool] = False
+    known_answers: ClassVar[bool] = True
 
     subtask: str = "all"
     length: int = 4096

@@ -29,5 +29,7 @@ class Sampler:
         ordered = ordered.masked_fill(mass - ordered >= self.top_p, 0.0)  # the first token always stays
         mass = ordered.cumsum(-1)
         drawn = torch.tensor([[stream.random()] for stream in self.streams], device=logits.device)
-        place = (mass <= drawn * mass[:, -1:]).sum(-1, keepdim=True).clamp(max=logits.shape[-1] - 1)
+        place = (mass <= drawn * mass[:, -1:]).sum(-1, keepdim=True)
+        last = (ordered > 0).sum(-1, keepdim=True) - 1  # a number that float32 rounds to 1 draws this one
+        place = place.minimum(last)
         return ids.gather(-1, place)[:, 0]

@@ -28,13 +28,20 @@ class Session:
         self.decoded = 0  # tokens made by decode steps, for the rate
         self._context: tuple[str, KVCache] | None = None
 
-    def context(self, context: Context | Sequence[Context]) -> KVCache:
-        """Return the encoded context, or several as one batch, encoding them when they are not the latest."""
+    def context(
+        self, context: Context | Sequence[Context], asked: Sequence[Sequence[int]] | None = None
+    ) -> KVCache:
+        """Return the encoded context, or several as one batch, encoding them when they are not the latest.
+
+        `asked` is the query of each context, for methods that encode for it.
+        """
         key = context.key if isinstance(context, Context) else "+".join(one.key for one in context)
+        more = {} if asked is None else {"query": asked}
+        key += str(asked or "")
         if self._context is None or self._context[0] != key:
             self._context = None  # the rows of two contexts are never held at once
             with self.watch("encode"):
-                cache = self.method.encode(self.model, context, self.memory, self.budget)
+                cache = self.method.encode(self.model, context, self.memory, self.budget, **more)
             for name, value in self.counters.items():  # counters go on over contexts
                 cache.counters[name] = cache.counters.get(name, 0) + value
             self.counters = cache.counters
@@ -46,9 +53,10 @@ class Session:
         context: Context | Sequence[Context],
         queries: Sequence[Sequence[int]],
         rows: Sequence[int] | None = None,
+        asked: Sequence[Sequence[int]] | None = None,
     ) -> QueryBatch:
         """Run queries on one context, or each on that of `rows` among several; inside `attach`."""
-        cache = self.context(context)
+        cache = self.context(context, asked)
         if getattr(self.method, "bos_in_query", False):
             bos = bos_ids(self.loaded.tokenizer)
             queries = [[*bos, *query] for query in queries]

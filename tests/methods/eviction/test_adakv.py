@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from kvexp.methods.eviction.h2o import H2O
 from kvexp.methods.eviction.knorm import Knorm
 from kvexp.methods.eviction.pyramidkv import PyramidKV
 from kvexp.methods.eviction.snapkv import SnapKV
+from kvexp.methods.eviction.triattention import TriAttention
 from snap import latest, snap_scores, window_rows
+from triattention_reference import statistics
 
 BASE = SnapKV(window=4, kernel=3)
 
@@ -130,6 +133,17 @@ def test_over_pyramidkv_heads_share_their_layers_budget() -> None:
     held = [[len(rows) for rows in event.kept] for event in events if event.reading]
     assert [sum(lengths) for lengths in held] == [2 * 22, 2 * 14, 2 * 6]  # 10 +- 8 beside the window
     assert any(len(set(lengths)) > 1 for lengths in held)
+
+
+def test_over_a_base_whose_layers_have_budgets_of_their_memory(tmp_path: Path) -> None:
+    """Heads trade rows, and a layer holds what the base alone would give it."""
+    base = TriAttention(mode="per_layer_perhead", budgets="concentration", protect_prompt=False)
+    model, memory = helpers.model("llama"), statistics("llama", tmp_path)
+    alone: Any = base.encode(model, helpers.context(), memory, 20)
+    shared: Any = AdaKV(base=base, alpha=0).encode(model, helpers.context(), memory, 20)
+    assert shared.entries() == alone.entries() and len(set(alone.entries())) > 1
+    with pytest.raises(UserError, match="needs query statistics"):
+        AdaKV(base=base).encode(model, helpers.context(), None, 20)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])

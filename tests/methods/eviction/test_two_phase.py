@@ -117,6 +117,8 @@ def test_built_from_names_and_knobs() -> None:
     built = instantiate.build("method", "two_phase", {**target, **given})
     assert built == both(Knorm(skip_layers=1), StreamingLLM())
     assert instantiate.build("method", "two_phase", target) == both(SnapKV(), RKV())
+    with pytest.raises(UserError, match="at_decode=asm is not possible"):
+        instantiate.build("method", "two_phase", {**target, "at_decode": "asm"})
     with pytest.raises(UserError, match=r"there is no 'method.interval'"):
         instantiate.build("method", "two_phase", {**target, "interval": 4})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 WHEN = ("prefill", "query_aware", "interval", "trigger", "smooth")  # knobs that the base does not decide
 # What a class says of itself, and says for the base here.
-FOLLOWED = ("observes", "follows", "needs_calibration", "learns_from", "taps", "exact", "expects")
+FOLLOWED = ("observes", "follows", "stepwise", "needs_calibration", "learns_from", "taps", "exact", "expects")
 OWN = ("encode", "allot", "during")  # a base that does one of these in its own way cannot be wrapped
 
 
@@ -100,6 +101,12 @@ class AdaKV(EvictionMethod):
             protect_prompt=self.protect_prompt or base.protect_prompt,
             group="max" if self.group == "max" else base.group,
         )
+
+    def bound(self, model: Any, memory: Any) -> EvictionMethod:
+        """Return the method with a base that serves this model and memory."""
+        bound = copy.copy(self)
+        object.__setattr__(bound, "scorer", self.scorer.bound(model, memory))
+        return bound
 
     @property
     def window_size(self) -> int:

@@ -50,6 +50,7 @@ class EvictionMethod(Method):
     expects: ClassVar[tuple[str, ...]] = ("evicted",)
     observes: ClassVar[bool] = False  # whether `observe` reads every step's attention probabilities
     follows: ClassVar[bool] = False  # whether `observe` is called after each forward though it reads none
+    stepwise: ClassVar[bool] = False  # whether `observe` takes each forward for one decoded token
     reads: ClassVar[tuple[str, ...]] = ()  # what a score is made of, for the table of methods
     unit: ClassVar[str] = "KV head"  # what has a kept set of its own, for the table of methods
     keeps: ClassVar[str] = ""  # what never leaves, where no knob says it
@@ -145,7 +146,12 @@ class EvictionMethod(Method):
         return max(self.sinks + self.recent, self.window_size) + 1
 
     def check_budget(self, budget: Budget) -> None:
-        """Raise UserError when the budget is less than what the method always keeps."""
+        """Raise UserError when rows never leave, or the budget is less than what the method always keeps."""
+        if self.prefill == "off" and self.interval is None and budget.rows is not None:
+            raise UserError(
+                f"{self.id} never evicts with prefill=off and interval=null: set one of the two, or take"
+                " method=full"
+            )
         least = self.smallest_budget()
         if budget.rows is not None and budget.rows < least:
             raise UserError(

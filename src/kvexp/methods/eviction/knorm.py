@@ -67,4 +67,5 @@ class Knorm(EvictionMethod):
         """Return the negative norm of each key, [B, Hk, S]."""
         import torch
 
-        return -torch.linalg.vector_norm(view.keys.float(), dim=-1)
+        keys = view.keys if view.keys.dtype == torch.float64 else view.keys.float()
+        return -torch.linalg.vector_norm(keys, dim=-1)

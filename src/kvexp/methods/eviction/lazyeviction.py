@@ -45,6 +45,7 @@ class LazyEviction(EvictionMethod):
     year: ClassVar[str] = "2025"
     reads: ClassVar[tuple[str, ...]] = ("attention of every step",)
     observes: ClassVar[bool] = True
+    stepwise: ClassVar[bool] = True
 
     interval: int | None = 175
     trigger: Literal["slack", "length"] = "length"

@@ -24,11 +24,11 @@ class Meter:
 
     def measure(self, cache: KVCache, rows: list[int]) -> None:
         """Note what the cache holds after a forward; `rows` per KV head of each full-attention layer."""
-        fuller = sum(rows) > self.rows_peak
+        full = sum(rows) >= self.rows_peak
         self.entries_peak, self.rows_peak = max(self.entries_peak, *rows), max(self.rows_peak, sum(rows))
         self.entries_sum += sum(rows) / len(rows)
         self.forwards += 1
-        if fuller:  # counting bytes takes a moment, and only a fuller cache can hold more of them
+        if full:  # counting bytes takes a moment, and a cache with fewer rows hardly holds more of them
             self.bytes_peak = max(self.bytes_peak, cache.sequence_bytes())
 
     def note_storage(self, ragged: bool, masked: bool) -> None:

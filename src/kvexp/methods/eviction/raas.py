@@ -45,6 +45,7 @@ class RaaS(EvictionMethod):
     year: ClassVar[str] = "2025"
     reads: ClassVar[tuple[str, ...]] = ("attention of every step", "keys")
     observes: ClassVar[bool] = True
+    stepwise: ClassVar[bool] = True
 
     interval: int | None = 1
     protect_prompt: bool = True

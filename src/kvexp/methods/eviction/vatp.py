@@ -65,8 +65,8 @@ class VATP(EvictionMethod):
                     f"{name}={show(given)} of method.base has no effect: write method.{name}={show(given)}"
                 )
         # What a class says of itself, and the base says here; `scorer` refuses protection that contradicts.
-        object.__setattr__(self, "observes", self.scorer.observes)
-        object.__setattr__(self, "follows", self.scorer.follows)
+        for name in ("observes", "follows", "stepwise"):
+            object.__setattr__(self, name, getattr(self.scorer, name))
 
     @cached_property
     def scorer(self) -> EvictionMethod:

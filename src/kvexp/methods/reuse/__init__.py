@@ -1,0 +1,1 @@
+"""Methods that place text encoded elsewhere, and repair it where it stands."""

@@ -1,0 +1,274 @@
+"""AgentKVShift against a slow reference, and its identities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import helpers
+from kvexp.errors import UserError
+from kvexp.methods.reuse.agentkvshift import AgentKVShift
+from kvexp.methods.reuse.agentkvshift_plus import AgentKVShiftPlus
+from kvexp.prompt import Context
+from reuse_reference import Reference, assert_same
+
+IDS = helpers.tokens(40, seed=5)
+CONTEXT = Context(IDS[:3], (IDS[3:14], IDS[14:20], IDS[20:29]))
+QUERY = helpers.tokens(4, seed=9)
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@cache
+@torch.no_grad()
+def placed(family: str, encoded: str = "behind_header") -> Reference:
+    return Reference(family, CONTEXT, encoded)
+
+
+@torch.no_grad()
+def reference(method: AgentKVShift, ref: Reference) -> tuple[list[Pair], set[int]]:
+    """The rows that the method leaves, and its probes, from its description."""
+    cache, share = ref.copy(), Fraction(str(method.recompute))
+    d_k, d_v, hidden = ref.deviations(method.check)
+    joint = [d.norm(dim=1).tolist() for d in (d_k, d_v)]
+    if method.sets == "shared":
+        joint = [[math.hypot(a, b) for a, b in zip(*joint, strict=True)]] * 2
+    if method.probes == "query":
+        joint = [ref.relevance(QUERY)] * 2
+    counts = [math.ceil(share * len(unit)) for unit in ref.units]
+    firsts = {i for unit in ref.units for i in unit[: method.first]}
+    sets: list[set[int]] = [set(), set()]
+    for unit, count in zip(ref.units, counts, strict=True):
+        for part in (0, 1):
+            rest = unit[method.first :]
+            sets[part] |= set(ref.best(joint[part], rest, count))
+    union = sorted(sets[0] | sets[1] | firsts)
+    scale = [1.0] * len(ref.units)
+
+    def weight(part: int, token: int, head: int) -> float:
+        d = (d_k, d_v)[part][token]
+        if method.weights == "none":
+            return 1.0
+        distance = float(d[head]) if method.weights_by == "per_head" else float(d.norm())
+        return min(distance / method.clip, 1.0)
+
+    def correct(layer: int, rows: Sequence[int], k: torch.Tensor, v: torch.Tensor) -> None:
+        for part, fresh in enumerate((k, v)):
+            old = cache[layer][part].clone()
+            turns = part == 0 and method.average == "pre"
+            for number, unit in enumerate(ref.units):
+                probes = sorted(set(unit) & sets[part])
+                residuals = [fresh[list(rows).index(i)] - old[i] for i in probes]
+                if part == 0 and layer == method.check and method.drift is not None:
+                    seen = [i for i in unit if i not in firsts] if method.reads_all else probes
+                    mean = sum(float(d_k[i].norm()) for i in seen) / len(seen)
+                    scale[number] = min(1.0, mean / method.drift)
+                if method.mean == "oracle":
+                    residuals = [ref.fresh[layer][part][i] - old[i] for i in unit if i not in firsts]
+                    probes = [i for i in unit if i not in firsts]
+                if turns:
+                    residuals = [ref.rotate(r, -i) for r, i in zip(residuals, probes, strict=True)]
+                mu = torch.stack(residuals).mean(0)  # [H, D]
+                if method.shrink == "james_stein":
+                    for head in range(ref.kv):
+                        n = len(residuals)
+                        error = sum(float((r[head] - mu[head]).square().sum()) for r in residuals)
+                        factor = 0.0 if n < 2 else 1 - error / (n - 1) / n / float(mu[head].square().sum())
+                        mu[head] *= max(0.0, factor)
+                for i in unit:
+                    for head in range(ref.kv):
+                        shift = mu[head] * scale[number] * weight(part, i, head)
+                        if method.shift in ("both", ("keys", "values")[part]):
+                            cache[layer][part][i, head] += ref.rotate(shift, i) if turns else shift
+            takes = union if method.union_fresh else sorted(sets[part] | firsts)
+            for i in takes:
+                cache[layer][part][i] = fresh[list(rows).index(i)]
+
+    if not method.reads_all:
+        hidden = ref.embed([ref.ids[i] for i in union])
+        for layer in range(method.check):
+            hidden = ref.pass_on(cache, union, hidden, layer)
+    else:
+        for layer in range(method.check):
+            cache[layer] = tuple(x.clone() for x in ref.fresh[layer])  # type: ignore[assignment]
+        hidden = hidden[[ref.tokens.index(i) for i in union]]
+    for layer in range(method.check, ref.layers):
+        everywhere = layer == method.check and method.at_check == "fresh"
+        if everywhere:
+            cache[layer] = tuple(x.clone() for x in ref.fresh[layer])  # type: ignore[assignment]
+        hidden = ref.pass_on(cache, union, hidden, layer, None if everywhere else correct)
+    return cache, set(union)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as in the paper": {},
+    "average after rotation": {"average": "post"},
+    "union fresh": {"union_fresh": True},
+    "weights per head": {"weights_by": "per_head", "clip": 2.5},
+    "unweighted": {"weights": "none"},
+    "keys alone": {"shift": "keys"},
+    "values alone": {"shift": "values"},
+    "no shift": {"shift": "none"},
+    "shared probes": {"sets": "shared"},
+    "question probes": {"probes": "query"},
+    "question probes, unweighted": {"probes": "query", "weights": "none"},
+    "oracle": {"mean": "oracle", "weights": "none"},
+    "shrunk": {"shrink": "james_stein", "weights": "none"},
+    "first tokens": {"first": 2},
+    "fresh check layer": {"at_check": "fresh"},
+    "drift": {"drift": 5.0},
+    "check layer 0": {"check": 0, "probes": "query", "weights": "none"},
+    "check layer 2": {"check": 2},
+}
+
+
+def encoded(method: AgentKVShift, family: str = "llama", context: Any = CONTEXT, memory: Any = None) -> Any:
+    return method.encode(helpers.model(family), context, memory, query=QUERY)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_are_those_of_a_slow_reference(variant: str) -> None:
+    method = AgentKVShift(recompute="0.25", encoded="alone", **VARIANTS[variant])
+    expected, union = reference(method, placed("llama", "alone"))
+    cache = encoded(method)
+    assert_same(cache, expected)
+    assert cache.report.union == len(union)
+
+
+@pytest.mark.parametrize("knobs", [{}, {"drift": None}, {"first": 0, "drift": 40.0}], ids=str)
+def test_plus_is_its_description(knobs: dict[str, Any]) -> None:
+    method = AgentKVShiftPlus(recompute="0.3", encoded="alone", **knobs)
+    expected, union = reference(method, placed("llama", "alone"))
+    cache = encoded(method)
+    assert_same(cache, expected)
+    assert cache.report.union == len(union)
+    assert cache.report.check_rows == 0  # no token but the probes ran to the check layer
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_units_encoded_behind_the_header(family: str) -> None:
+    """The first unit stands where it was encoded: it is off by rounding alone, whatever is chosen in it."""
+    method = AgentKVShift(recompute="0.25")
+    expected, _ = reference(method, placed(family))
+    assert_same(encoded(method, family), expected)
+
+
+def test_random_probes_depend_on_seed_and_text_alone() -> None:
+    method = AgentKVShift(probes="random", weights="none", recompute="0.3", shift="none", sets="shared")
+    one, other = Context(IDS[:3], (IDS[3:14], IDS[14:20])), Context(IDS[:3], (IDS[14:20], IDS[3:14]))
+
+    def fresh(context: Context, seed: int = 0) -> list[list[int]]:
+        from kvexp.methods.reuse.geometry import Geometry
+        from kvexp.methods.reuse.probes import drawn, top_of_units
+
+        geometry = Geometry.of([context], [], torch.device("cpu"))
+        chosen = top_of_units(
+            geometry, drawn(geometry, f"{seed} both"), [method.count(u.length) for u in geometry.units]
+        )
+        return [chosen[0, unit.columns].nonzero()[:, 0].tolist() for unit in geometry.units]
+
+    first, second = fresh(one)
+    assert fresh(other) == [second, first]
+    assert [len(x) for x in (first, second)] == [4, 2]
+    assert fresh(one, seed=1) != [first, second]
+    assert encoded(method, context=one).report.union == 6
+
+
+def test_with_a_share_of_one_everything_is_fresh() -> None:
+    expected = placed("llama").fresh
+    for method in (
+        AgentKVShift(recompute="1"),
+        AgentKVShiftPlus(recompute=1),
+        AgentKVShift(recompute="100%", sets="shared"),
+    ):
+        cache = encoded(method)
+        assert_same(cache, expected)
+        assert cache.counters["reused"] == 0 and method.expects == ("recomputed",)
+
+
+def test_counters_add_up() -> None:
+    cache = encoded(AgentKVShift(recompute="0.25"))
+    report, layers, tokens = cache.report, 3, 26
+    union = report.union
+    assert report.computed == [tokens, tokens, union]
+    assert report.written == [tokens, union, union]
+    assert cache.counters == {
+        "reused": 2 * (tokens - union),
+        "recomputed": 2 * tokens + union,
+        "reusable": layers * tokens,
+        "unit_tokens": tokens,
+        "union": union,
+        "check_rows": 2 * (tokens - union),
+        "question_rows": 0,
+        "moved_bytes": report.moved_bytes,
+        "store_hits": 3,  # the header, behind each unit and in its own place
+        "store_misses": 4,
+    }
+    assert report.share == pytest.approx((2 * tokens + union) / (layers * tokens))
+    assert report.union_share == pytest.approx(union / tokens)
+    assert report.moved_bytes == 29 * layers * 2 * 2 * 16 * 4
+    assert report.seconds > 0 and report.store_seconds > 0
+    assert encoded(AgentKVShiftPlus(recompute="0.25")).report.question_rows == len(QUERY) * layers
+
+
+def test_union_matches_the_two_divergence_sets() -> None:
+    twice = encoded(AgentKVShift(recompute="0.25")).report.union
+    for probes in ("random", "query", "divergence"):
+        method = AgentKVShift(recompute="0.25", probes=probes, sets="shared", match="union")  # type: ignore[arg-type]
+        assert encoded(method).report.union == twice
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"recompute": "0"}, "write a share above 0"),
+        ({"recompute": "1.5"}, "write a share above 0"),
+        ({"recompute": "some"}, "is no share"),
+        ({"recompute": "1/0"}, "is no share"),
+        ({"check": -1}, "use 0 or more"),
+        ({"first": -1}, "use 0 or more"),
+        ({"clip": 0.0}, "above 0"),
+        ({"drift": -1.0}, "above 0"),
+        ({"old_group": 0}, "use 1 or more"),
+        ({"store_mb": 0}, "use 1 or more"),
+    ],
+)
+def test_knobs_out_of_range_are_refused(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        AgentKVShift(**knobs)
+
+
+def test_a_check_layer_that_the_model_lacks_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"check=3 of agentkvshift is no layer of this model, which has 0 to 2"
+    ):
+        encoded(AgentKVShift(check=3))
+
+
+def test_the_question_is_needed_where_probes_depend_on_it() -> None:
+    assert AgentKVShiftPlus().needs_query and not AgentKVShift().needs_query
+    with pytest.raises(UserError, match="agentkvshift_plus chooses tokens by the question"):
+        AgentKVShiftPlus().encode(helpers.model("llama"), CONTEXT)
+    with pytest.raises(ValueError, match="2 contexts need one query"):
+        AgentKVShiftPlus().encode(helpers.model("llama"), [CONTEXT, CONTEXT], query=[QUERY])
+
+
+def test_a_context_without_units_is_its_header() -> None:
+    header = Context(IDS[:5], ())
+    for method in (AgentKVShift(), AgentKVShiftPlus()):
+        cache = encoded(method, context=header)
+        assert (cache.seen, cache.counters["reused"], cache.counters["recomputed"]) == (5, 0, 0)
+        assert encoded(method, context=Context((), ())).seen == 0
+
+
+def test_units_of_one_token_work() -> None:
+    context = Context(IDS[:2], tuple((token,) for token in IDS[2:9]))
+    cache = encoded(AgentKVShift(recompute="0.1"), context=context)
+    assert cache.report.union == 7  # ceil(0.1 * 1) of each
+    with torch.no_grad():
+        assert_same(cache, Reference("llama", context).fresh)
