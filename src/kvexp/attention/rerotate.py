@@ -33,7 +33,7 @@ class Angles:
     sin: torch.Tensor
 
     def turn(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x [..., D] turned, float32 at least; the angles broadcast over its leading axes."""
+        """Return x [..., D] turned, a new tensor in float32 at least; angles broadcast over leading axes."""
         return self._turned(x, self.sin)
 
     def back(self, x: torch.Tensor) -> torch.Tensor:
@@ -43,16 +43,19 @@ class Angles:
     def _turned(self, x: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         x = x if x.dtype == torch.float64 else x.float()
         width = 2 * self.bands.count
-        at = x.shape[-1] - width if self.bands.last else width
-        first, second = x[..., :at], x[..., at:]
-        turning, still = (second, first) if self.bands.last else (first, second)
-        adjacent = self.bands.after == "adjacent"
-        left, right = (turning[..., ::2], turning[..., 1::2]) if adjacent else turning.chunk(2, dim=-1)
-        left, right = left * self.cos - right * sin, right * self.cos + left * sin
-        turned = torch.stack([left, right], -1).flatten(-2) if adjacent else torch.cat([left, right], -1)
-        if not still.shape[-1]:
-            return turned
-        return torch.cat([still, turned] if self.bands.last else [turned, still], dim=-1)
+        out = torch.empty_like(x) if width == x.shape[-1] else x.clone()
+        at = x.shape[-1] - width if self.bands.last else 0
+        (left, right), (new_left, new_right) = (self._pairs(y[..., at : at + width]) for y in (x, out))
+        torch.mul(left, self.cos, out=new_left).addcmul_(right, sin, value=-1)
+        torch.mul(right, self.cos, out=new_right).addcmul_(left, sin)
+        return out
+
+    def _pairs(self, x: torch.Tensor) -> Pair:
+        """Views of the two numbers of each band."""
+        if self.bands.after == "adjacent":
+            return x[..., ::2], x[..., 1::2]
+        left, right = x.split(self.bands.count, dim=-1)
+        return left, right
 
     def unsqueeze(self, dim: int) -> Angles:
         """Return the angles with one more axis, to broadcast over heads."""

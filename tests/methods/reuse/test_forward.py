@@ -215,7 +215,7 @@ def test_no_mask_is_larger_than_a_block_of_rows() -> None:
     geometry = Geometry.of([Context((), (helpers.tokens(700),))], [], CPU)
     rows = RowSet.of(geometry, geometry.in_units())
     sizes = [rows.visible(part, end, None).shape for part, end in rows.blocks]
-    assert [tuple(size[2:]) for size in sizes] == [(128, 128 * i) for i in range(1, 6)] + [(60, 700)]
+    assert [tuple(size[2:]) for size in sizes] == [(64, 64 * i) for i in range(1, 11)] + [(60, 700)]
 
 
 def test_a_row_set_can_only_shrink() -> None:

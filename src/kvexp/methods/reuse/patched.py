@@ -23,7 +23,7 @@ from kvexp.attention.rerotate import Pair
 from kvexp.methods.reuse.geometry import Geometry
 from kvexp.methods.reuse.sheet import Sheet
 
-BLOCK = 128  # rows that attend at a time: no mask is larger than this many rows
+BLOCK = 64  # rows that attend at a time: no mask is larger than this many rows
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,17 @@ class RowSet:
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows of a layer's x [B, H, C, D], as [B, H, R, D]."""
         device = x.device
+        if self.geometry.batch == 1:
+            return x.index_select(2, self.columns[0].to(device))
         return x.transpose(1, 2)[self.sequences.to(device), self.columns.to(device)].transpose(1, 2)
 
     def write(self, x: torch.Tensor, fresh: torch.Tensor, where: torch.Tensor | None = None) -> None:
         """Write rows [B, H, R, D] into a layer's x [B, H, C, D]; only those `where` [B, R] is true."""
         columns = self.columns if where is None else self.columns.masked_fill(~where, self.geometry.nowhere)
         rows, columns = self.sequences.to(x.device), columns.to(x.device)
+        if self.geometry.batch == 1:
+            x.index_copy_(2, columns[0], fresh.to(x.dtype))
+            return
         x.transpose(1, 2)[rows, columns] = fresh.transpose(1, 2).to(x.dtype)
 
     @cached_property

@@ -153,14 +153,17 @@ class _Reader:
         self.layers.add(layer)
         width = rows.geometry.width
         heads, group = call.key.shape[1], call.query.shape[1] // call.key.shape[1]
-        keys = wide(call.key[:, :, None, :width])
+        keys = wide(call.key[:, :, :width]).transpose(-1, -2)
         for at in range(0, rows.columns.shape[1], RELEVANCE_ROWS):
             part = slice(at, at + RELEVANCE_ROWS)
-            query = wide(call.query[:, :, part]).unflatten(1, (heads, group))
+            query = wide(call.query[:, :, part]) * call.scale
+            rows_of_head = query.unflatten(1, (heads, group)).flatten(2, 3)  # [B, H, G * r, D]
             seen = rows.visible(part, width, self.windows[layer]) & self.context[:, None, None, :width]
-            scores = query @ keys.transpose(-1, -2) * call.scale  # [B, H, G, r, W]
-            scores = scores.masked_fill(~seen[:, None].to(scores.device), -torch.inf)
-            weights = scores.softmax(-1).nan_to_num(0.0)  # a question far beyond a window sees no context
-            weights = weights * rows.valid[:, None, None, part, None].to(weights.device)
-            mean = weights.sum((1, 2, 3)).to(self.total.device) / (self.counts[:, None] * heads * group)
+            scores = (rows_of_head @ keys).unflatten(2, (group, -1))  # [B, H, G, r, W]
+            scores = scores.masked_fill_(~seen[:, None].to(scores.device), -torch.inf)
+            weights = (
+                scores.softmax(-1).sum((1, 2)).nan_to_num(0.0)
+            )  # far beyond a window, no context is seen
+            weights = weights * rows.valid[:, part, None].to(weights.device)
+            mean = weights.sum(1).to(self.total.device) / (self.counts[:, None] * heads * group)
             self.total[:, :width] += mean

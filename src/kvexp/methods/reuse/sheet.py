@@ -38,15 +38,6 @@ class Sheet:
         self.rotary = Rotary(model)
         self.moved_bytes = 0
         self._layers: dict[int, Pair] = {}
-        device = geometry.ids.device
-        spans = [torch.arange(piece.chunk.length) for piece in self.pieces]
-        empty = [torch.empty(0, dtype=torch.long)]
-        old = torch.cat(empty + [span + p.chunk.start for span, p in zip(spans, self.pieces, strict=True)])
-        rows = torch.cat(
-            empty + [torch.full_like(s, p.sequence) for s, p in zip(spans, self.pieces, strict=True)]
-        )
-        columns = torch.cat(empty + [span + p.start for span, p in zip(spans, self.pieces, strict=True)])
-        self.old, self.rows, self.columns = (x.to(device) for x in (old, rows, columns))
         self._shifts: dict[str, Angles | None] = {}
         self._angles: dict[str, Angles | None] = {}
 
@@ -63,28 +54,38 @@ class Sheet:
         return turning, other
 
     def _assembled(self, index: int) -> Pair:
-        parts = [piece.chunk.rows(index) for piece in self.pieces]
-        self.moved_bytes += sum(x.numel() * x.element_size() for part in parts for x in part)
+        placed: Pair | None = None
         device = next(self.model.base_model.layers[index].parameters()).device
-        keys, values = (torch.cat([part[i].to(device) for part in parts], dim=1) for i in (0, 1))
-        turning, other = self.rotary.ordered(keys, values)  # [H, N, D]
-        shift = self._shift(index)
+        for piece in self.pieces:
+            rows = [x.to(device) for x in self.rotary.ordered(*piece.chunk.rows(index))]  # [H, n, D]
+            if placed is None:
+                placed = self._blank((rows[0][None], rows[1][None]))
+            for buffer, x in zip(placed, rows, strict=True):
+                buffer[piece.sequence, :, piece.start : piece.start + piece.chunk.length] = x
+                self.moved_bytes += x.numel() * x.element_size()
+        assert placed is not None
+        shift, (turning, other) = self._shift(index), placed
         if shift is not None:
             turning = shift.turn(turning).to(turning.dtype)
-        placed = self._blank((turning[None], other[None]))
-        for buffer, rows in zip(placed, (turning, other), strict=True):
-            buffer.transpose(1, 2)[self.rows.to(device), self.columns.to(device)] = rows.transpose(0, 1)
-        return placed
+        return turning, other
 
     def _shift(self, index: int) -> Angles | None:
-        """The rotation of each placed row from where it was stored to where it stands."""
+        """The rotation of each column from where its row was stored to where it stands, [B, 1, C, F]."""
         kind = self.rotary.kind(index)
         if kind is None:
             return None
         if kind not in self._shifts:
-            new = self.geometry.positions[self.rows, self.columns]
-            self._shifts[kind] = self.rotary.shift(index, self.old, new)
+            shift = self.rotary.shift(index, self._stored_at(), self.geometry.positions)
+            self._shifts[kind] = None if shift is None else shift.unsqueeze(1)
         return self._shifts[kind]
+
+    def _stored_at(self) -> torch.Tensor:
+        """The position at which each column's row was stored, [B, C]; its own where nothing is placed."""
+        old = self.geometry.positions.clone()
+        for piece in self.pieces:
+            rows = torch.arange(piece.chunk.length, device=old.device)
+            old[piece.sequence, piece.start : piece.start + piece.chunk.length] = rows + piece.chunk.start
+        return old
 
     def angles(self, index: int) -> Angles | None:
         """Return the rotation at every column, [B, C, F]; None where the layer does not rotate."""

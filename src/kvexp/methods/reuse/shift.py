@@ -72,11 +72,15 @@ def add(
     geometry = rows.geometry
     part = slice(min(unit.start for unit in geometry.units), geometry.width)
     units = geometry.units_of[:, part].to(x.device)
-    shift = mean.to(x.device)[units.clamp(min=0)].transpose(1, 2)  # [B, H, c, D]
+    mean = torch.cat([mean.to(x.device), mean.new_zeros(1, *mean.shape[1:]).to(x.device)])
+    of_column = torch.where(units < 0, len(mean) - 1, units)  # the last mean is zero
+    shift = mean.transpose(0, 1)[:, of_column].transpose(0, 1)  # [B, H, c, D]
     if angles is not None:
         shift = angles.at(slice(None), part).unsqueeze(1).turn(shift)
     if weights is not None:
         weights = weights[..., part].to(x.device)
         shift = shift * (weights[:, None] if weights.dim() == 2 else weights)[..., None]
-    shift = shift.masked_fill((units < 0)[:, None, :, None], 0.0)
-    x[:, :, part] = (wide(x[:, :, part]) + shift).to(x.dtype)
+    if x.dtype == shift.dtype:
+        x[:, :, part] += shift
+    else:
+        x[:, :, part] = (wide(x[:, :, part]) + shift).to(x.dtype)
