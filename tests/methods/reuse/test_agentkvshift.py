@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from fractions import Fraction
 from functools import cache
 from typing import Any
 
@@ -12,6 +9,7 @@ import pytest
 import torch
 
 import helpers
+from agentkvshift_reference import reference
 from kvexp.errors import UserError
 from kvexp.methods.reuse.agentkvshift import AgentKVShift
 from kvexp.methods.reuse.agentkvshift_plus import AgentKVShiftPlus
@@ -21,88 +19,12 @@ from reuse_reference import Reference, assert_same
 IDS = helpers.tokens(40, seed=5)
 CONTEXT = Context(IDS[:3], (IDS[3:14], IDS[14:20], IDS[20:29]))
 QUERY = helpers.tokens(4, seed=9)
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @cache
 @torch.no_grad()
 def placed(family: str, encoded: str = "behind_header") -> Reference:
     return Reference(family, CONTEXT, encoded)
-
-
-@torch.no_grad()
-def reference(method: AgentKVShift, ref: Reference) -> tuple[list[Pair], set[int]]:
-    """The rows that the method leaves, and its probes, from its description."""
-    cache, share = ref.copy(), Fraction(str(method.recompute))
-    d_k, d_v, hidden = ref.deviations(method.check)
-    joint = [d.norm(dim=1).tolist() for d in (d_k, d_v)]
-    if method.sets == "shared":
-        joint = [[math.hypot(a, b) for a, b in zip(*joint, strict=True)]] * 2
-    if method.probes == "query":
-        joint = [ref.relevance(QUERY)] * 2
-    counts = [math.ceil(share * len(unit)) for unit in ref.units]
-    firsts = {i for unit in ref.units for i in unit[: method.first]}
-    sets: list[set[int]] = [set(), set()]
-    for unit, count in zip(ref.units, counts, strict=True):
-        for part in (0, 1):
-            rest = unit[method.first :]
-            sets[part] |= set(ref.best(joint[part], rest, count))
-    union = sorted(sets[0] | sets[1] | firsts)
-    scale = [1.0] * len(ref.units)
-
-    def weight(part: int, token: int, head: int) -> float:
-        d = (d_k, d_v)[part][token]
-        if method.weights == "none":
-            return 1.0
-        distance = float(d[head]) if method.weights_by == "per_head" else float(d.norm())
-        return min(distance / method.clip, 1.0)
-
-    def correct(layer: int, rows: Sequence[int], k: torch.Tensor, v: torch.Tensor) -> None:
-        for part, fresh in enumerate((k, v)):
-            old = cache[layer][part].clone()
-            turns = part == 0 and method.average == "pre"
-            for number, unit in enumerate(ref.units):
-                probes = sorted(set(unit) & sets[part])
-                residuals = [fresh[list(rows).index(i)] - old[i] for i in probes]
-                if part == 0 and layer == method.check and method.drift is not None:
-                    seen = [i for i in unit if i not in firsts] if method.reads_all else probes
-                    mean = sum(float(d_k[i].norm()) for i in seen) / len(seen)
-                    scale[number] = min(1.0, mean / method.drift)
-                if method.mean == "oracle":
-                    residuals = [ref.fresh[layer][part][i] - old[i] for i in unit if i not in firsts]
-                    probes = [i for i in unit if i not in firsts]
-                if turns:
-                    residuals = [ref.rotate(r, -i) for r, i in zip(residuals, probes, strict=True)]
-                mu = torch.stack(residuals).mean(0)  # [H, D]
-                if method.shrink == "james_stein":
-                    for head in range(ref.kv):
-                        n = len(residuals)
-                        error = sum(float((r[head] - mu[head]).square().sum()) for r in residuals)
-                        factor = 0.0 if n < 2 else 1 - error / (n - 1) / n / float(mu[head].square().sum())
-                        mu[head] *= max(0.0, factor)
-                for i in unit:
-                    for head in range(ref.kv):
-                        shift = mu[head] * scale[number] * weight(part, i, head)
-                        if method.shift in ("both", ("keys", "values")[part]):
-                            cache[layer][part][i, head] += ref.rotate(shift, i) if turns else shift
-            takes = union if method.union_fresh else sorted(sets[part] | firsts)
-            for i in takes:
-                cache[layer][part][i] = fresh[list(rows).index(i)]
-
-    if not method.reads_all:
-        hidden = ref.embed([ref.ids[i] for i in union])
-        for layer in range(method.check):
-            hidden = ref.pass_on(cache, union, hidden, layer)
-    else:
-        for layer in range(method.check):
-            cache[layer] = tuple(x.clone() for x in ref.fresh[layer])  # type: ignore[assignment]
-        hidden = hidden[[ref.tokens.index(i) for i in union]]
-    for layer in range(method.check, ref.layers):
-        everywhere = layer == method.check and method.at_check == "fresh"
-        if everywhere:
-            cache[layer] = tuple(x.clone() for x in ref.fresh[layer])  # type: ignore[assignment]
-        hidden = ref.pass_on(cache, union, hidden, layer, None if everywhere else correct)
-    return cache, set(union)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -134,7 +56,7 @@ def encoded(method: AgentKVShift, family: str = "llama", context: Any = CONTEXT,
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rows_are_those_of_a_slow_reference(variant: str) -> None:
     method = AgentKVShift(recompute="0.25", encoded="alone", **VARIANTS[variant])
-    expected, union = reference(method, placed("llama", "alone"))
+    expected, union = reference(method, placed("llama", "alone"), QUERY)
     cache = encoded(method)
     assert_same(cache, expected)
     assert cache.report.union == len(union)
@@ -143,7 +65,7 @@ def test_rows_are_those_of_a_slow_reference(variant: str) -> None:
 @pytest.mark.parametrize("knobs", [{}, {"drift": None}, {"first": 0, "drift": 40.0}], ids=str)
 def test_plus_is_its_description(knobs: dict[str, Any]) -> None:
     method = AgentKVShiftPlus(recompute="0.3", encoded="alone", **knobs)
-    expected, union = reference(method, placed("llama", "alone"))
+    expected, union = reference(method, placed("llama", "alone"), QUERY)
     cache = encoded(method)
     assert_same(cache, expected)
     assert cache.report.union == len(union)
@@ -154,7 +76,7 @@ def test_plus_is_its_description(knobs: dict[str, Any]) -> None:
 def test_units_encoded_behind_the_header(family: str) -> None:
     """The first unit stands where it was encoded: it is off by rounding alone, whatever is chosen in it."""
     method = AgentKVShift(recompute="0.25")
-    expected, _ = reference(method, placed(family))
+    expected, _ = reference(method, placed(family), QUERY)
     assert_same(encoded(method, family), expected)
 
 
