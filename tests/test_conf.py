@@ -24,6 +24,9 @@ NEEDED = {"hf": ["model.id=a/b"], "lm_eval": ["method=full", "task.name=some_tas
 for corpus in (CONF / "calibration").glob("*.yaml"):
     if yaml.safe_load(corpus.read_text())["name"] == "text":
         NEEDED[corpus.stem] = ["method=triattention"]
+for method in (CONF / "method").glob("*.yaml"):
+    if instantiate.build("method", method.stem, yaml.safe_load(method.read_text())).needs_query:
+        NEEDED[method.stem] = ["task=passkey"]  # the default task asks many on one context
 for task in (CONF / "task").glob("*.yaml"):
     node = yaml.safe_load(task.read_text())
     if "_target_" in node and not instantiate.target("task", task.stem, node).shared_context:
@@ -60,7 +63,9 @@ def test_the_first_line_says_what_the_file_is(path: Path) -> None:
     assert 5 < len(helptext.describe(path)) <= 130
 
 
-@pytest.mark.parametrize("path", [p for p in CHOICES if p.parent.name in ("method", "task")], ids=_name)
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if p.parent.name in ("method", "task", "notes")], ids=_name
+)
 def test_methods_and_tasks_show_every_knob_with_its_default(path: Path) -> None:
     node = _load(path)
     if node.get("planned"):

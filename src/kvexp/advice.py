@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 Options = Callable[[str], Sequence[str]]
 """The choices of a group; none when there is no such group."""
 
+PARTS = {"notes": "task.notes"}
+"""Folders whose choices are parts of other choices, and the key that takes them."""
 _OPTIONAL_GROUPS = ("experiment", "debug")
 _PLUGINS = {"submitit": "slurm"}
 
@@ -31,6 +33,22 @@ def check_choice(group: str, override: Override, options: Sequence[str]) -> None
             continue
         if choice not in options:
             raise UserError(no_choice(group, "" if choice is None else str(choice), options))
+
+
+def check_part(override: Override) -> None:
+    """Raise UserError for the choice of a part where it has no effect, and for a knob of it on its own."""
+    key, _, written = str(override.input_line).partition("=")
+    key = key.lstrip("+~")
+    for group, taken in PARTS.items():
+        if key == group:
+            raise UserError(
+                f"{group} is part of a task: write {taken}={written or 'NAME'}, with a task that has it, such"
+                " as locomo"
+            )
+        for start in (f"{group}.", f"{taken}."):
+            if key.startswith(start):
+                knob = f"{key.removeprefix(start)}: {written}"
+                raise UserError(f'{key} cannot be set alone: write "{taken}={{name: NAME, {knob}}}"')
 
 
 def no_choice(group: str, choice: str, options: Sequence[str]) -> str:

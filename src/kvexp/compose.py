@@ -120,6 +120,7 @@ class Composer:
 
     def _check_choices(self) -> None:
         for override in self._parsed:
+            advice.check_part(override)
             group = override.key_or_group
             options = self.options(group) if not override.is_delete() and "." not in group else []
             if options and not override.is_hydra_override():

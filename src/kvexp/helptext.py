@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvexp.advice import PARTS
+
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
@@ -89,7 +91,7 @@ def _group(name: str, choices: dict[str, Path], chosen: str) -> str:
     rows = [
         (f"{'*' if choice == chosen else ' '} {choice}", describe(path)) for choice, path in choices.items()
     ]
-    return f"  {name}\n{_table(rows)}"
+    return f"  {PARTS.get(name, name)}\n{_table(rows)}"
 
 
 def _table(rows: list[tuple[str, str]]) -> str:

@@ -22,7 +22,7 @@ def build(group: str, choice: str, node: Mapping[str, Any]) -> Any:
     """Return the dataclass instance that `node` describes.
 
     Args:
-        group: "method" or "task".
+        group: "method" or "task", or a folder of their parts ("notes").
         choice: the name of the YAML file in that group, for the sentences.
         node: plain values, `_target_` among them.
 
@@ -32,15 +32,20 @@ def build(group: str, choice: str, node: Mapping[str, Any]) -> Any:
     owner = f"{group} {choice}"
     cls = target(group, choice, node)
     values = {key: value for key, value in node.items() if key != "_target_"}
-    for key in values.keys() & _nested(cls):
-        values[key] = _part(group, f"{group}.{key}", values[key])
+    for key, part in _nested(cls).items():
+        if key in values:
+            values[key] = _part(getattr(part, "conf_group", group), f"{group}.{key}", values[key])
     return cls(**check.fields(cls, values, group, owner))
 
 
-def _nested(cls: type) -> set[str]:
-    """Return the fields of `cls` that hold another dataclass of its group, such as the base of a method."""
+def _nested(cls: type) -> dict[str, type]:
+    """Return the fields of `cls` that hold another dataclass, such as the base of a method, and its type.
+
+    It is of the same group, or of the one that its type names as `conf_group`.
+    """
     hints = get_type_hints(cls)
-    return {f.name for f in dataclasses.fields(cls) if dataclasses.is_dataclass(hints[f.name])}
+    names = [field.name for field in dataclasses.fields(cls)]
+    return {name: hints[name] for name in names if dataclasses.is_dataclass(hints[name])}
 
 
 def _part(group: str, key: str, given: Any) -> Any:
@@ -51,7 +56,7 @@ def _part(group: str, key: str, given: Any) -> Any:
     name = knobs.pop("name", None)
     files = {path.stem: path for path in (conf_dir() / group).glob("*.yaml")}
     if not isinstance(name, str):
-        raise UserError(f"{key} is the name of a {group}, or {{name: NAME, knob: value}}")
+        raise UserError(f"{key} is the name of a choice of {group}, or {{name: NAME, knob: value}}")
     if name not in files:
         raise UserError(no_choice(key, name, list(files)))
     return build(group, name, {**yaml.safe_load(files[name].read_text(encoding="utf-8")), **knobs})

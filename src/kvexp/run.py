@@ -19,6 +19,7 @@ from kvexp.evaluation import continuation, labels, questions, stock
 from kvexp.evaluation.memory import memory_for
 from kvexp.measure.answered import Answered, check_counters
 from kvexp.measure.timing import Stopwatch
+from kvexp.notes.llm import under_test
 from kvexp.report import provenance
 from kvexp.report.folder import RunFolder
 from kvexp.report.loggers import Job, global_rank, make_logger
@@ -106,6 +107,7 @@ def _pipe(settings: Settings, folder: RunFolder, parts: dict[str, Any]) -> None:
         threads=torch.get_num_threads(),
         model_sha256=loaded.sha256,
         data_sha256=answered.data_sha256,
+        task=answered.notes,
     )
     check_counters(settings.method, settings.budget, parts["cache"])
 
@@ -121,7 +123,8 @@ def _answered(settings: Settings, loaded: Any, folder: RunFolder, watch: Stopwat
     """Prepare the method, then answer the task in the way of its kind."""
     if settings.task.kind == "lm_eval":
         return stock.answer(settings, loaded, folder, watch)
-    task = settings.load_task(loaded.tokenizer)
+    with under_test(loaded):
+        task = settings.load_task(loaded.tokenizer)
     folder.check_inputs({"model_sha256": loaded.sha256, "data_sha256": task.data_sha256})
     labelled = task if settings.task.kind == "labels" else None
     memory = memory_for(settings, loaded, labelled, folder, watch)

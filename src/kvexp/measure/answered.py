@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvexp.budget import Budget
@@ -22,6 +23,7 @@ class Answered:
     fidelity: dict[str, Any] | None
     decoded: int
     data_sha256: str | None
+    notes: Mapping[str, Any] = field(default_factory=dict)  # what the task says of its questions
 
     def sections(self, watch: Stopwatch) -> dict[str, Any]:
         """Return the record's sections `metrics`, `cache`, `fidelity` and `timing`.

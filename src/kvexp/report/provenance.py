@@ -50,10 +50,15 @@ def finish_provenance(
     threads: int | None = None,
     model_sha256: str | None = None,
     data_sha256: str | None = None,
+    task: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return `started` with what is known at the end; `device` ("cpu", "cuda:0", ...) is named in full."""
+    """Return `started` with what is known at the end; `device` ("cpu", "cuda:0", ...) is named in full.
+
+    `task` is what the task says of its questions, such as the memory that their contexts come from.
+    """
     return {
         **started,
+        **({"task": dict(task)} if task else {}),
         "device": device_name(device),
         "threads": threads,
         "model_sha256": model_sha256,

@@ -9,7 +9,7 @@ from typing import Any
 from kvexp.errors import UserError
 from kvexp.tasks import metrics
 
-LOWER_IS_BETTER = ("kl", "nll", "nll_full")
+LOWER_IS_BETTER = ("kl", "nll", "nll_full", "stale")
 FIDELITY = ("kl", "top1_agreement")
 
 
@@ -44,6 +44,8 @@ def label_metrics(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def question_metrics(samples: Sequence[dict[str, Any]], task: Any, drawn: int) -> dict[str, Any]:
     """Return the metrics of a task of questions: over all of them, and by group where there are several.
 
+    A question may be in several groups, written with " | " between them.
+
     Answers to one question count together, by their mean: questions are what is resampled. `truncated` is the
     share of answers that the limit on new tokens ended.
     """
@@ -56,10 +58,11 @@ def question_metrics(samples: Sequence[dict[str, Any]], task: Any, drawn: int) -
         return metrics.mean(values, name not in LOWER_IS_BETTER)
 
     found: dict[str, Any] = {name: over(by_question, name) for name in names}
-    groups = list(dict.fromkeys(answers[0].get("group", "") for answers in by_question))
+    groups_of = [answers[0].get("group", "").split(" | ") for answers in by_question]
+    groups = list(dict.fromkeys(group for own in groups_of for group in own))
     if len(groups) > 1:
         for group in groups:
-            members = [answers for answers in by_question if answers[0].get("group", "") == group]
+            members = [one for one, own in zip(by_question, groups_of, strict=True) if group in own]
             found |= {f"{name} [{group}]": over(members, name) for name in names}
     cut_short = [sum(one["stop"] == "length" for one in answers) / drawn for answers in by_question]
     found["truncated"] = metrics.mean(cut_short, higher_is_better=False)

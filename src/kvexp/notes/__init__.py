@@ -1,0 +1,1 @@
+"""Agent memories: they take in what was said or done and return units of text for a question."""
