@@ -140,7 +140,7 @@ def session(words: Sequence[str], numbers: Numbers) -> dict[str, Any]:
         if meter:
             found[name]["next_position"] = position = int(one.cache.layers[-1].next_position)
             found[name]["rows_peak"] = meter.entries_peak
-            end += f", next position {position}, {meter.entries_peak} rows at most between forwards"
+            end += f", next position {position}, {meter.entries_peak} rows at most"
         print(f"{name}: {one.cache.seen} tokens seen, {one.rows()} rows, {end}", flush=True)
     return {"session": found}
 

@@ -27,7 +27,8 @@ from kvexp.calibration.prepare import draw_segments
 from kvexp.cli import settings_of
 from kvexp.errors import UserError
 from kvexp.measure.concentration import BandMeter, LayerBands, dominant_points, summary
-from kvexp.measure.reconstruction import ReconstructionMeter, pearson
+from kvexp.measure.reconstruction import ReconstructionMeter
+from kvexp.methods.eviction.reconstruction import pearson
 from kvexp.progress import track
 from kvexp.report import concentration_plot as plot
 

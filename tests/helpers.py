@@ -41,8 +41,9 @@ def model(family: str, dtype: torch.dtype = torch.float32) -> Any:
 def _model(family: str, dtype: torch.dtype) -> Any:
     if family.startswith("preset:"):
         facts = json.loads((PRESETS / f"{family.removeprefix('preset:')}.json").read_text(encoding="utf-8"))
-        return tiny.reduced(facts).to(dtype)
-    built = tiny.build(family).to(dtype)
+        built = tiny.reduced(facts).to(dtype)
+    else:
+        built = tiny.build(family).to(dtype)
     if dtype == torch.float64:
         built.set_experts_implementation("eager")  # the grouped product of all experts knows no float64
     return built

@@ -40,6 +40,7 @@ WRONG = [
     (["model=hf"], "needs model.id"),
     (["method=asm", "task=lm_eval", "task.name=x"], "one context for all queries"),
     (["method=asm", "budget=4096", "task=nba"], "is planned and cannot run yet"),
+    (["method=prophetkv", "task=intents"], "chooses by the question before it is asked"),
     (["method=full,asm"], "add -m to run a grid"),
     (["-m", "method=full,amm"], "did you mean 'asm'?"),
     (["-m", "method=full", "budget=512,0"], "in the cell budget=0:"),

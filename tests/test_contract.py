@@ -32,7 +32,7 @@ CONF = Path(__file__).parents[1] / "conf" / "method"
 METHODS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(CONF.glob("*.yaml"))}
 EVICTION = ".methods.eviction."
 BROAD = ("llama", "qwen3", "gpt_oss")  # families on which every method runs in `make test`
-ONE_OF_EACH_KIND = ("full", "asm", "snapkv")
+ONE_OF_EACH_KIND = ("full", "asm", "snapkv", "agentkvshift", "kivi")
 NEED_FULL_LAYER = [
     name for name, node in METHODS.items() if instantiate.target("method", name, node).needs_full_layer
 ]

@@ -98,6 +98,15 @@ def test_calibration_is_part_of_a_cell_only_where_a_method_learns() -> None:
     assert one("method=full", "calibration.empty_prefix=true").cell != one("method=full").cell
 
 
+def test_a_share_is_of_the_length_that_a_task_states() -> None:
+    assert one("method=snapkv", "budget=50%").budget == Budget(2048)
+    words = ("method=snapkv", "task=passkey", "task.context_tokens=1000")
+    assert one(*words, "budget=50%").budget == Budget(500)
+    assert one(*words, "budget=50%").cell == one(*words, "budget=500").cell
+    with pytest.raises(UserError, match="this task has no context of fixed length"):
+        one("method=snapkv", "task=ruler", "budget=50%")
+
+
 def test_a_method_that_ignores_the_budget_has_one_cell_for_all() -> None:
     assert one("method=full", "budget=512").budget == Budget(None)
     assert one("method=full", "budget=512").cell == one("method=full", "budget=full").cell

@@ -154,6 +154,12 @@ def _settings(
             f"method={choices['method']} serves only tasks with one context for all queries, and"
             f" {choices['task']} has one for each: take method=full, or a task such as intents"
         )
+    if method.needs_query and task.kind != "questions":
+        raise UserError(
+            f"method={choices['method']} chooses by the question before it is asked, and"
+            f" task={choices['task']} asks many on one context: take a task of questions, such as locomo, or"
+            " a method that reads none, such as agentkvshift"
+        )
     if task.kind == "lm_eval" and method.id != "full":
         raise UserError(
             f"method={choices['method']} cannot serve task={choices['task']}, whose prompts have no context"
@@ -181,8 +187,8 @@ def _settings(
         )
     refuse_partial(values["trainer"])
     _check_values(values)
-    shared_tokens = getattr(task, "context_tokens", None) if task.shared_context else None
-    budget = Budget.parse(values["budget"], shared_tokens)  # checked also where the method ignores it
+    stated = getattr(task, "context_tokens", None)  # the length of every context, up to a few tokens
+    budget = Budget.parse(values["budget"], stated)  # checked also where the method ignores it
     method.check_budget(budget)
     output_dir = Path(values["output_dir"]).expanduser().absolute()
     settings = Settings(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -90,6 +90,26 @@ def check(backend: str, case: _Case) -> None:
     assert (output.dtype, lse.dtype) == (dtype, torch.promote_types(dtype, torch.float32))
     torch.testing.assert_close(output.double(), expected, atol=NEAR[dtype], rtol=NEAR[dtype])
     torch.testing.assert_close(lse.double(), mass, atol=NEAR[dtype], rtol=NEAR[dtype])
+
+
+@each_backend
+@pytest.mark.parametrize("length", [1, 5])
+def test_one_mask_for_the_heads_of_a_kv_head(backend: str, length: int) -> None:
+    """A mask [B or 1, Hkv, T, S] does what it does when it is repeated for each query head."""
+    numbers = torch.Generator().manual_seed(length)
+    shapes = ((3, 6, length, 8), (3, 2, 9, 8), (3, 2, 9, 4))
+    query, key, value = (torch.randn(*shape, generator=numbers) for shape in shapes)
+    for batch in (1, 3):
+        visible = torch.rand(batch, 2, length, 9, generator=numbers) < 0.5
+        visible[:, 1, 0] = False  # a query that sees nothing
+        case = _Case(query, key, value, 0.3, visible)
+        repeated = replace(case, visible=visible.repeat_interleave(3, dim=1))
+        for ours, theirs in zip(case.attend(backend), repeated.attend(backend), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+        visible[:, :, :, 0] = True
+        plain = attend_without_lse(query, key, value, 0.3, visible, False)
+        expected = attend_without_lse(query, key, value, 0.3, visible.repeat_interleave(3, dim=1), False)
+        torch.testing.assert_close(plain, expected, atol=1e-6, rtol=1e-6)
 
 
 @each_dtype

@@ -15,7 +15,8 @@ from transformers import DynamicCache
 import helpers
 from kvexp import tiny
 from kvexp.attention import families
-from kvexp.attention.rerotate import Rotary, moved
+from kvexp.attention.bands import Bands
+from kvexp.attention.rerotate import Angles, Rotary, moved
 
 OLD = torch.tensor([0, 0, 3, 17, 250, 1000, 7, 8000])
 NEW = torch.tensor([0, 9, 1, 400, 250, 2, 8000, 13])
@@ -136,3 +137,18 @@ def test_angles_broadcast_over_sequences_and_heads() -> None:
         torch.testing.assert_close(turned[b], alone.turn(x[b]))
     picked = angles.at(torch.tensor([[1], [0]]), torch.tensor([[2, 3], [0, 1]]))
     torch.testing.assert_close(picked.cos[0], angles.cos[1, 2:4])
+
+
+@pytest.mark.parametrize("pairs", ["halves", "adjacent"])
+@pytest.mark.parametrize(("width", "last"), [(6, False), (10, False), (10, True)])
+def test_whole_factors_turn_as_angles_do(pairs, width, last) -> None:
+    """Bands of 6 of `width` numbers; two rows, each turned by five angles."""
+    bands = Bands(torch.ones(3, dtype=torch.float64), last=last, after=pairs)
+    angle = torch.linspace(-3, 3, 15, dtype=torch.float64).view(5, 3)
+    angles = Angles(bands, angle.cos(), angle.sin())
+    x = torch.linspace(1, 2, 2 * width, dtype=torch.float64).view(2, 1, width)
+    cos, sin = angles.whole(width)
+    expected = angles.turn(x.expand(2, 5, width))
+    torch.testing.assert_close(x * cos + angles.quarter(x) * sin, expected)
+    moved = expected.square().sum(-1)
+    torch.testing.assert_close(moved, x.square().sum(-1).expand(2, 5))  # a rotation

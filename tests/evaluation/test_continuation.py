@@ -26,6 +26,8 @@ WORDS = (
     "logger=none",
 )
 LAZY = "{name: lazyeviction, interval: 12, recent: 12, alpha: 0.02}"
+KIVI = ("method=kivi", "method.group=8", "method.residual=8")
+OVER = "method.of={name: rkv, interval: 16, trigger: slack}"
 
 
 def settings(folder: Path, *words: str) -> Any:
@@ -75,6 +77,32 @@ def test_blocks_are_what_decoding_token_by_token_is(words: tuple[str, ...], tmp_
 
 
 @pytest.mark.parametrize(
+    ("words", "counted"),
+    [
+        (KIVI, 91),  # of 99 rows, all but eight values
+        ((*KIVI, "method.values=blocks"), 88),
+        (("method=ott", "method.group=16", "method.residual=10", "method.outliers=1", "method.skip=0"), 80),
+        ((*KIVI, OVER, "budget=40"), 3 * (40 - 8)),  # at the prompt's end, and 16 and 32 tokens later
+    ],
+    ids=["rows", "blocks", "ott", "over rkv"],
+)
+def test_rows_are_packed_as_token_by_token(words: tuple[str, ...], counted: int, tmp_path: Path) -> None:
+    words = (*words, "task.length=100")
+    blocks = settings(tmp_path / "blocks", *words, "task.block=32")
+    single = settings(tmp_path / "single", *words, "task.block=1", f"store_dir={blocks.store_dir}")
+    record, other = run(blocks), run(single)
+    assert record["cache"]["quantised"] == other["cache"]["quantised"] == 3 * 2 * counted  # layers, texts
+    held, whole = (
+        max(one["cache"][name] for one in (record, other)) for name in ("bytes_peak", "bytes_full")
+    )
+    assert held < 0.6 * whole
+    for one, two in zip(lines(blocks), lines(single), strict=True):
+        for name, value in one["scores"].items():
+            assert value == pytest.approx(two["scores"][name], abs=2e-3), name
+    assert record["metrics"]["kl"]["value"] > 0.01
+
+
+@pytest.mark.parametrize(
     ("words", "ends"),
     [
         (("method=full", "budget=40"), [80, 100, 120, 139]),
@@ -89,11 +117,18 @@ def test_blocks_are_what_decoding_token_by_token_is(words: tuple[str, ...], tmp_
         (("method=rkv", "budget=40", "method.interval=70"), [70, 90, 110, 130, 139]),
         (("method=rkv", "budget=full"), [80, 100, 120, 139]),
         (("method=lazyeviction", "budget=40", "method.recent=12"), list(range(61, 140))),
+        (KIVI, list(range(61, 140))),
+        (("method=kivi",), [80, 100, 120, *range(128, 140)]),
+        ((*KIVI, "method.decode=false"), [80, 100, 120, 139]),
+        ((*KIVI, "method.of=truncate", "budget=40"), list(range(68, 140))),  # no chunk fits: eight rows fed
+        (("method=ott", "method.group=16", "method.residual=20"), [68, 84, 100, 116, 132, 139]),
+        ((*KIVI, OVER, "budget=40"), [76, 92, 108, 124, 139]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_blocks_end_where_rows_leave(words: tuple[str, ...], ends: list[int], tmp_path: Path) -> None:
-    interval = () if words[0] == "method=full" or "method.interval=70" in words else ("method.interval=16",)
+    fixed = words[0] in ("method=full", "method=kivi", "method=ott") or "method.interval=70" in words
+    interval = () if fixed else ("method.interval=16",)
     found = settings(tmp_path, *words, *interval, "task.block=20")
     cut = list(blocks(found, TextSet([], 60, 20, ""), 139))
     assert [end for _, end in cut] == ends

@@ -77,7 +77,6 @@ def test_each_question_has_its_own_encoding_where_a_method_reads_it() -> None:
 
 
 def test_a_task_without_questions_is_refused_by_methods_that_read_them(tmp_path: Path) -> None:
-    words = ["model=tiny-llama", "task=intents", "task.context_tokens=300", "task.n_labels=4", "limit=2"]
-    [settings] = settings_of([*words, "method=prophetkv", "logger=none", f"output_dir={tmp_path}"])
-    with pytest.raises(UserError, match="chooses tokens by the question"):
-        run(settings)
+    words = ["model=tiny-llama", "task=intents", "method=prophetkv", f"output_dir={tmp_path}"]
+    with pytest.raises(UserError, match="chooses by the question before it is asked"):
+        settings_of(words)

@@ -10,8 +10,9 @@ import torch
 import helpers
 from kvexp.attention.options import Options, set_options
 from kvexp.measure.concentration import BandMeter
-from kvexp.measure.reconstruction import ReconstructionMeter, log_spaced, pearson
+from kvexp.measure.reconstruction import ReconstructionMeter, log_spaced
 from kvexp.methods.eviction.listen import listen
+from kvexp.methods.eviction.reconstruction import pearson
 
 LENGTH, QUERIES = 30, 3
 TEXTS = [helpers.tokens(LENGTH + QUERIES + n, seed=80 + n) for n in (0, 4)]

@@ -9,7 +9,7 @@ import pytest
 import helpers
 from helpers import QUERIES, Calibration
 from kvexp.budget import Budget
-from kvexp.measure.usage import cache_usage, total_usage
+from kvexp.measure.usage import cache_usage, shares, total_usage
 from kvexp.methods.baseline.full import Full
 from kvexp.methods.baseline.no_context import NoContext
 from kvexp.methods.baseline.truncate import Truncate
@@ -23,6 +23,10 @@ ROW = {
     "gpt_oss": 1 * 2 * 2 * 16 * 4,  # the other layer is a sliding one
     "deepseek_v3": 2 * (16 + 8) * 4,  # latents and the rotary key
 }
+
+
+SIZES = {"bytes_peak": 10, "bytes_full": 20, "kv_token_equivalents": 1.0, "entries_nominal": 4}
+SIZES |= {"context_tokens": 9, "entries_peak": 4, "entries_mean": 4.0}
 
 
 @pytest.mark.parametrize("family", ROW)
@@ -80,11 +84,17 @@ def test_a_memory_counts_its_entries_bytes_and_lookups(tmp_path: Path) -> None:
     assert set(usage) <= {*STORAGE, *COUNTERS}
 
 
+def test_shares_of_reuse_are_over_all_contexts() -> None:
+    counters = {"reusable": 300, "unit_tokens": 100, "recomputed": 45, "union": 19}
+    assert shares(counters) == {"recomputed_share": 0.15, "union_share": 0.19}
+    assert total_usage([{**SIZES, **counters}])["union_share"] == 0.19
+    assert shares({"evicted": 3}) == {} and shares({"reusable": 0, "unit_tokens": 0}) == {}
+
+
 def test_counters_of_several_caches_are_the_last_ones_and_peaks_the_largest() -> None:
     """A counter that one method alone has goes on as well, whichever context was the longest."""
-    sizes = {"bytes_peak": 10, "bytes_full": 20, "kv_token_equivalents": 1.0, "entries_nominal": 4}
-    longest = {"context_tokens": 9, "entries_peak": 4, "entries_mean": 4.0, "entries_peak_prompt": 9, **sizes}
-    last = {"context_tokens": 8, "entries_peak": 6, "entries_mean": 5.0, "entries_peak_prompt": 12, **sizes}
+    longest = {**SIZES, "entries_peak_prompt": 9}
+    last = {**SIZES, "context_tokens": 8, "entries_peak": 6, "entries_mean": 5.0, "entries_peak_prompt": 12}
     parts = [
         {**longest, "evicted": 3, "prompt_competed": 1},
         {**last, "evicted": 5, "prompt_competed": 2, "looked_up": 7},

@@ -68,7 +68,7 @@ def test_a_session_ends_where_bytes_do(bench, words) -> None:
     assert full["seen"] == 150 and "set more, or take a method" in full["stopped"]
     assert plus["stopped"] is None
     assert plus["seen"] == plus["next_position"] == 30 * 14
-    assert plus["rows_peak"] < BUDGET + INTERVAL
+    assert BUDGET + INTERVAL <= plus["rows_peak"] < BUDGET + INTERVAL + 10  # with what a turn brings
 
 
 def test_parts_are_named(bench, words) -> None:

@@ -71,7 +71,8 @@ class Call:
     """Everything that one attention call knows: what a layer needs to attend.
 
     query [B, Hq, T, D] rotated, `query_pre` the same before rotary embedding (None unless tapped),
-    key/value [B, H, S, D] as the module expanded them, `window` the sliding window or None.
+    key/value [B, H, S, D] as the module expanded them, `window` the sliding window or None, `sinks` [Hq] the
+    learned logits that take their share of every softmax, or None.
     """
 
     module: nn.Module
@@ -83,6 +84,7 @@ class Call:
     padding: Padding
     query_pre: torch.Tensor | None
     needs_lse: bool
+    sinks: torch.Tensor | None = None
 
     @property
     def layer_index(self) -> int:
@@ -125,6 +127,7 @@ def attention(
         padding=attention_mask,
         query_pre=kvexp_tap() if kvexp_tap is not None else None,
         needs_lse=s_aux is not None,
+        sinks=s_aux,
     )
     output, lse = kvexp.attend(call)
     if s_aux is not None:  # a sink is a state with output 0: it only takes its share of the mass

@@ -30,8 +30,13 @@ def attend(
     """Return (output [B, Hq, T, Dv], lse [B, Hq, T]) of softmax attention.
 
     query [B, Hq, T, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv] with Hkv a divisor of Hq;
-    `visible` bool, broadcastable to [B, Hq, T, S]; `causal` (T = S) stands for a lower triangle.
+    `visible` bool, broadcastable to [B, Hq, T, S], or [B or 1, Hkv, T, S] where the query heads of a KV head
+    see the same, which takes less memory; `causal` (T = S) stands for a lower triangle.
     """
+    if _by_kv_head(query, visible):
+        return _each_member(
+            query, visible, lambda q, seen: attend(q, key, value, scale, seen, False, backend)
+        )
     batch, heads, length, _ = query.shape
     if key.shape[-2] == 0:
         empty = query.new_zeros(batch, heads, length, value.shape[-1])
@@ -55,11 +60,34 @@ def attend_without_lse(
     visible: torch.Tensor | None,
     causal: bool,
 ) -> torch.Tensor:
-    """Return torch's own attention [B, Hq, T, Dv]: the fast path of layers that merge nothing."""
+    """Return torch's own attention [B, Hq, T, Dv]: the fast path of layers that merge nothing.
+
+    Arguments are those of `attend`.
+    """
+    if _by_kv_head(query, visible):
+        return _each_member(
+            query, visible, lambda q, seen: (attend_without_lse(q, key, value, scale, seen, False),)
+        )[0]
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=visible, is_causal=causal, scale=scale, enable_gqa=grouped
     )
+
+
+def _by_kv_head(query: torch.Tensor, visible: torch.Tensor | None) -> bool:
+    return visible is not None and visible.dim() == 4 and visible.shape[1] not in (1, query.shape[1])
+
+
+def _each_member(query, visible, attend):
+    """Attend for one query head of each KV head at a time, so that a mask is not repeated for all of them.
+
+    For a single query the mask is small, and repeated.
+    """
+    group = query.shape[1] // visible.shape[1]
+    if query.shape[2] == 1:
+        return attend(query, visible.repeat_interleave(group, dim=1))
+    parts = zip(*(attend(query[:, member::group], visible) for member in range(group)), strict=True)
+    return tuple(torch.stack(part, dim=2).flatten(1, 2) for part in parts)
 
 
 def _fastest(query: torch.Tensor) -> str:

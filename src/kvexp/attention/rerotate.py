@@ -42,16 +42,37 @@ class Angles:
 
     def _turned(self, x: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         x = x if x.dtype == torch.float64 else x.float()
-        width = 2 * self.bands.count
-        out = torch.empty_like(x) if width == x.shape[-1] else x.clone()
-        at = x.shape[-1] - width if self.bands.last else 0
-        (left, right), (new_left, new_right) = (self._pairs(y[..., at : at + width]) for y in (x, out))
+        out = torch.empty_like(x) if 2 * self.bands.count == x.shape[-1] else x.clone()
+        (left, right), (new_left, new_right) = self._pairs(x), self._pairs(out)
         torch.mul(left, self.cos, out=new_left).addcmul_(right, sin, value=-1)
         torch.mul(right, self.cos, out=new_right).addcmul_(left, sin)
         return out
 
+    def quarter(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [..., D] turned by a quarter in each band; numbers that do not rotate are 0."""
+        out = torch.zeros_like(x)
+        (left, right), (new_left, new_right) = self._pairs(x), self._pairs(out)
+        torch.neg(right, out=new_left)
+        new_right.copy_(left)
+        return out
+
+    def whole(self, width: int) -> Pair:
+        """Return (c, s) [..., D] for rows of D = `width` numbers: turn(x) = x * c + quarter(x) * s.
+
+        Quicker where few different rows are turned by many angles.
+        """
+        shape = *self.cos.shape[:-1], width
+        found = self.cos.new_ones(shape), self.sin.new_zeros(shape)
+        for x, factor in zip(found, (self.cos, self.sin), strict=True):
+            for half in self._pairs(x):
+                half.copy_(factor)
+        return found
+
     def _pairs(self, x: torch.Tensor) -> Pair:
-        """Views of the two numbers of each band."""
+        """Views of the two numbers of each band in x [..., D]."""
+        width = 2 * self.bands.count
+        at = x.shape[-1] - width if self.bands.last else 0
+        x = x[..., at : at + width]
         if self.bands.after == "adjacent":
             return x[..., ::2], x[..., 1::2]
         left, right = x.split(self.bands.count, dim=-1)

@@ -14,9 +14,10 @@ import torch
 
 from kvexp.attention.function import Call
 from kvexp.cache.dense import DenseLayer, Source
-from kvexp.cache.rows import KeptRows, RaggedRows, Rows, join, over_heads
+from kvexp.cache.packed_kept import PackedKept
+from kvexp.cache.rows import KeptRows, RaggedRows, Rows, join
 
-Stored = KeptRows | RaggedRows
+Stored = KeptRows | RaggedRows | PackedKept
 
 
 class Evictor(Protocol):
@@ -87,7 +88,7 @@ class EvictingLayer(DenseLayer):
         self.valid = torch.cat([old.expand(batch, -1, -1), new], dim=-1)
 
     def visible(self, call: Call) -> torch.Tensor | None:
-        """Return which own rows each query may see, bool [B or 1, 1 or Hq, T, S]; None when all are."""
+        """Return which own rows each query may see, bool [B or 1, 1 or H, T, S]; None when all are."""
         if self.new_rows == 1 and self.valid is None:
             return None
         slots, ours = self.slots[:, :, None, :], self.q_slots[:, None]
@@ -95,7 +96,7 @@ class EvictingLayer(DenseLayer):
         if self.valid is not None:
             # A padded query sees itself: a row without any key would spread NaN to later layers.
             allowed = (allowed & self.valid[:, :, None, :]) | (slots == ours)
-        return over_heads(allowed, call.query.shape[1])
+        return allowed
 
     def attend(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (output [B, Hq, T, Dv], lse or None)."""
@@ -157,7 +158,10 @@ class EvictingLayer(DenseLayer):
 
         Needs `own` before. `ragged` stores heads of different lengths end to end instead of masked.
         """
-        rows = self.held().gather(indices, valid)
+        self._store(self.held().gather(indices, valid), ragged)
+
+    def _store(self, rows: Rows, ragged: bool) -> None:
+        """Hold these rows in place of the own ones."""
         if ragged:
             self._release(RaggedRows(rows, self.seen, self.clean))
         else:
@@ -175,12 +179,16 @@ class EvictingLayer(DenseLayer):
         sources: tuple[Source, ...] = self.sources
         if self.rows:
             sources = (*sources, KeptRows(self.held(), self.seen, self.clean))
-        twin = EvictingLayer(self.index, sources, self.seen, self.backend)
+        twin = self._successor(sources)
         if self.is_initialized:
             twin.lazy_initialization(self.keys, self.values)
         twin.clean, twin.queries, twin.next_position = self.clean, self.queries, self.next_position
         twin.remembered = dict(self.remembered)
         return twin
+
+    def _successor(self, sources: Sequence[Source]) -> EvictingLayer:
+        """Return a layer of the same kind that stands on `sources`."""
+        return EvictingLayer(self.index, sources, self.seen, self.backend)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return every tensor that the method holds in this layer, its own notes included."""

@@ -14,6 +14,7 @@ from kvexp.measure.answered import Answered
 from kvexp.measure.timing import Stopwatch
 from kvexp.measure.usage import cache_usage, total_usage
 from kvexp.methods.eviction.base import EvictionMethod
+from kvexp.methods.storage.base import StorageMethod
 from kvexp.progress import track
 from kvexp.prompt import Context
 from kvexp.report.folder import RunFolder
@@ -83,14 +84,20 @@ def _fed(
 
 
 def blocks(settings: Settings, task: TextSet, width: int) -> Iterator[tuple[int, int]]:
-    """Yield where each block begins and ends, such that rows leave where they would token by token."""
+    """Yield where each block begins and ends, such that rows leave, or are packed, as token by token."""
     size: int = task.block
     turns: Iterator[int] = iter(())
-    if isinstance(settings.method, EvictionMethod) and settings.budget.rows is not None:
-        deciding = settings.method.during("decode")
-        if deciding.stepwise or deciding.smooth:
-            size = 1
-        turns = _turns(settings.method, settings.budget.rows, task.prefill)
+    storage = settings.method if isinstance(settings.method, StorageMethod) else None
+    method = settings.method if storage is None else storage.of
+    if isinstance(method, EvictionMethod):  # what is packed is what stays when others leave
+        if settings.budget.rows is not None:
+            deciding = method.during("decode")
+            if deciding.stepwise or deciding.smooth:
+                size = 1
+            turns = _turns(method, settings.budget.rows, task.prefill)
+    elif storage is not None and storage.decode:
+        context = Context((), (tuple(range(task.prefill)),))
+        turns = _packings(storage, task.prefill, len(method.select(context, settings.budget)))
     at = turn = task.prefill
     while at < width:
         if turn <= at:
@@ -115,6 +122,17 @@ def _turns(method: EvictionMethod, rows: int, read: int) -> Iterator[int]:
     else:
         first = read + interval if compressed else max(read + 1, rows + interval)
     yield from count(first, interval)
+
+
+def _packings(method: StorageMethod, read: int, held: int) -> Iterator[int]:
+    """Yield how many tokens have been fed whenever rows are packed, behind the `read` ones of the prompt.
+
+    `held`: the rows of the prompt. Layers pack at the same times.
+    """
+    scheme = method.scheme(0)
+    for rows in count(held + 1):
+        if scheme.packed(rows) != scheme.packed(rows - 1):
+            yield read + rows - held
 
 
 def _line(

@@ -66,7 +66,8 @@ def answer(
     samples = folder.samples()
     fidelity = fidelity_summary(samples, None) if settings.fidelity else None
     metrics = question_metrics(samples, task, settings.sampling.samples)
-    return Answered(metrics, total_usage(run.usages), fidelity, session.decoded, task.data_sha256)
+    usage = total_usage(run.usages)
+    return Answered(metrics, usage, fidelity, session.decoded, task.data_sha256, task.notes)
 
 
 def every(questions: Sequence[Question], samples: int) -> list[Asked]:

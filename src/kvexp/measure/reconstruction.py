@@ -23,10 +23,10 @@ import torch
 
 from kvexp.attention.bands import wide
 from kvexp.attention.function import Call
-from kvexp.cache.rows import over_heads
 from kvexp.measure.concentration import LayerBands
 from kvexp.methods.eviction import trig
 from kvexp.methods.eviction.listen import ListeningLayer, listen
+from kvexp.methods.eviction.reconstruction import expected, logits, pearson
 
 NAMES = ("distance", "log_distance", "mean_curve", "trig", "trig_norm")
 
@@ -66,18 +66,15 @@ class ReconstructionMeter:
     def _compare(self, index: int, call: Call, column: int, position: int) -> None:
         found = self.layers[index]
         keys = wide(call.key[:, :, position - self.length : position].flip(2))  # nearest first
-        query, heads = wide(call.query[0, :, column]), call.query.shape[1]
-        true = (over_heads(keys, heads)[0] @ query[..., None])[..., 0]  # [Hq, length]
+        true = logits(call.query[0, :, column], keys)  # [Hq, length]
         curve = found.curve(torch.arange(1, self.length + 1))
         some = self.distances - 1
-        at = torch.tensor([position])
-        one = torch.ones(found.bands.count, dtype=torch.complex128)  # no offset: each band as it is
-        expected = trig.against(keys, trig.centre(found.queries, found.bands, one, at))[0]
+        foretold = expected(found.queries, found.bands, keys, position)
         norm = trig.norms(keys, found.queries, found.bands, "weighted", call.scale)[0]
         self._add(index, "distance", pearson(curve, true))
         self._add(index, "log_distance", pearson(curve[:, some], true[:, some]))
-        self._add(index, "trig", pearson(expected, true))
-        self._add(index, "trig_norm", pearson(expected + norm, true))
+        self._add(index, "trig", pearson(foretold, true))
+        self._add(index, "trig_norm", pearson(foretold + norm, true))
         self._logits[index] = self._logits.get(index, 0.0) + true[:, some]
 
     def _add(self, index: int, name: str, value: torch.Tensor) -> None:
@@ -107,10 +104,3 @@ def log_spaced(length: int, n: int = 48) -> torch.Tensor:
     """Return about n whole distances from 1 to `length`, each once, that grow by a constant factor."""
     exponents = torch.linspace(0, 1, n, dtype=torch.float64)
     return (float(length) ** exponents).round().long().unique()
-
-
-def pearson(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the correlation along the last dimension; 0 where one side does not vary."""
-    x, y = x - x.mean(-1, keepdim=True), y - y.mean(-1, keepdim=True)
-    sizes = x.square().sum(-1).sqrt() * y.square().sum(-1).sqrt()
-    return ((x * y).sum(-1) / sizes).nan_to_num(0.0, 0.0, 0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvexp.cache.kv_cache import KVCache, row_bytes
@@ -13,8 +13,9 @@ def cache_usage(model: Any, cache: KVCache, context_tokens: int, nominal: int) -
 
     Entries are rows or memory entries per KV head, over full-attention layers: the context's alone, since a
     query's own rows are the same for every method. A method that also evicts while decoding is counted with
-    everything that it held, over all its steps. `kv_token_equivalents` is what these layers hold in bytes, in
-    units of one token's rows. Sliding layers hold their window under every method.
+    everything that it held, over all its steps, before rows leave; what was held while the prompt was read
+    is told apart (`entries_peak_prompt`, `bytes_peak_prompt`). `kv_token_equivalents` is what these layers
+    hold in bytes, in units of one token's rows. Sliding layers hold their window under every method.
     """
     entries, row = cache.entries(), row_bytes(model)
     window = sum(layer.nbytes() for layer in cache.layers if layer.window is not None) // cache.batch
@@ -41,15 +42,31 @@ def total_usage(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     total = dict(max(parts, key=lambda part: part["context_tokens"]))
     for name in ("entries_peak", "bytes_peak", "kv_token_equivalents"):
         total[name] = max(part[name] for part in parts)
-    if "entries_peak_prompt" in total:
-        total["entries_peak_prompt"] = max(part["entries_peak_prompt"] for part in parts)
+    for name in ("entries_peak_prompt", "bytes_peak_prompt"):
+        if name in total:
+            total[name] = max(part[name] for part in parts)
     total["entries_mean"] = sum(part["entries_mean"] for part in parts) / len(parts)
     known = {*total, "storage"}
-    return total | {name: value for name, value in parts[-1].items() if name not in known or name in COUNTERS}
+    total |= {name: value for name, value in parts[-1].items() if name not in known or name in COUNTERS}
+    return total | shares(total)
+
+
+def shares(counters: Mapping[str, Any]) -> dict[str, float]:
+    """Return what reuse really refreshed, over all contexts, as shares of the tokens of units.
+
+    `recomputed_share`: tokens times layers that were computed; `union_share`: tokens that were chosen,
+    whatever they were chosen for. Nothing where no token could be reused.
+    """
+    if not (counters.get("reusable") and counters.get("unit_tokens")):
+        return {}
+    return {
+        "recomputed_share": round(counters["recomputed"] / counters["reusable"], 4),
+        "union_share": round(counters["union"] / counters["unit_tokens"], 4),
+    }
 
 
 COUNTERS = (
-    *("evicted", "looked_up", "reused", "recomputed", "reusable", "unit_tokens", "union"),
+    *("evicted", "quantised", "looked_up", "reused", "recomputed", "reusable", "unit_tokens", "union"),
     "prompt_competed",
     *("check_rows", "question_rows", "moved_bytes", "store_hits", "store_misses"),
 )

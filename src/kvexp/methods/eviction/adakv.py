@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from kvexp.check import show
 from kvexp.errors import UserError
-from kvexp.methods.base import Calibration
 from kvexp.methods.eviction.base import EvictionMethod
-from kvexp.methods.eviction.snapkv import SnapKV
+from kvexp.methods.eviction.over_base import OverBase
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvexp.budget import Budget
     from kvexp.methods.eviction.view import View
 
-WHEN = ("prefill", "query_aware", "interval", "trigger", "smooth")  # knobs that the base does not decide
-# What a class says of itself, and says for the base here.
-FOLLOWED = ("observes", "follows", "stepwise", "needs_calibration", "learns_from", "taps", "exact", "expects")
-OWN = ("encode", "allot", "during")  # a base that does one of these in its own way cannot be wrapped
+OWN = ("encode", "during")  # a base that does one of these in its own way cannot be wrapped
 
 
 @dataclass(frozen=True)
-class AdaKV(EvictionMethod):
+class AdaKV(OverBase):
     """Divide the rows of a layer among its KV heads by the scores of `base`, over all heads at once.
 
     Source: Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM
@@ -37,9 +28,7 @@ class AdaKV(EvictionMethod):
     are always kept (the window of SnapKV) are no part of the division. Over pyramidkv, layers have its
     budgets.
 
-    `base`: the method that scores: a name, or {name: snapkv, window: 8}. Its knobs hold, but `prefill`,
-        `query_aware`, `interval`, `trigger` and `smooth` are set here. `sinks`, `recent`, `protect_prompt`
-        and `group=max` hold where either says so.
+    `base`: the method that scores (`OverBase` says which of its knobs hold).
     `alpha`: share of an equal division that is safe; 1 is the base itself, 0 divides by the scores alone.
     `normalize`: a head's scores are first multiplied by the share of their sum that its best C rows hold.
 
@@ -57,89 +46,27 @@ class AdaKV(EvictionMethod):
     year: ClassVar[str] = "2024"
     reads: ClassVar[tuple[str, ...]] = ("scores of its base",)
     unit: ClassVar[str] = "KV head, head budgets"
+    divides: ClassVar[bool] = True
 
-    base: EvictionMethod = field(default_factory=SnapKV)
     alpha: float = 0.2
     normalize: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a base whose scores do not tell heads apart, and knobs of it that would be ignored."""
-        super().__post_init__()
         if not 0 <= self.alpha <= 1:
             raise UserError(f"method.alpha={self.alpha} is no share: use a number from 0 to 1")
-        self._refuse_base()
-        for name in FOLLOWED:
-            object.__setattr__(self, name, getattr(self.base, name))
+        super().__post_init__()
 
-    def _refuse_base(self) -> None:
-        base, kind = self.base, type(self.base)
-        why = ""
+    def refusal(self) -> str:
+        """Return why the base cannot serve."""
+        base, kind, why = self.base, type(self.base), ""
         if base.unit == "layer":
             why = "lets all heads of a layer hold the same tokens"
         elif base.scope == "model":
             why = "compares the scores of all layers"
-        elif any(getattr(kind, name) is not getattr(EvictionMethod, name) for name in OWN):
+        elif base.divides or any(getattr(kind, name) is not getattr(EvictionMethod, name) for name in OWN):
             why = "divides rows or reads the context in a way of its own"
-        if why:
-            raise UserError(f"method.base={base.id} {why}: take another base for adakv, such as snapkv")
-        defaults = {knob.name: knob.default for knob in fields(base)}
-        for name in WHEN:
-            given = getattr(base, name)
-            if given != defaults[name]:
-                raise UserError(
-                    f"{name}={show(given)} of method.base has no effect: write method.{name}={show(given)}"
-                )
-
-    @cached_property
-    def scorer(self) -> EvictionMethod:
-        """The base, with what is protected here too."""
-        base = self.base
-        return replace(
-            base,
-            sinks=max(self.sinks, base.sinks),
-            recent=max(self.recent, base.recent),
-            protect_prompt=self.protect_prompt or base.protect_prompt,
-            group="max" if self.group == "max" else base.group,
-        )
-
-    def bound(self, model: Any, memory: Any) -> EvictionMethod:
-        """Return the method with a base that serves this model and memory."""
-        bound = copy.copy(self)
-        object.__setattr__(bound, "scorer", self.scorer.bound(model, memory))
-        return bound
-
-    @property
-    def window_size(self) -> int:
-        """How many of the latest queries the base reads."""
-        return self.scorer.window_size
-
-    def smallest_budget(self) -> int:
-        """Return the fewest rows with which the base has a choice to make."""
-        return self.scorer.smallest_budget()
-
-    def observe(self, view: View) -> None:
-        """Let the base see a layer after a forward."""
-        self.scorer.observe(view)
-
-    def score(self, view: View) -> Tensor:
-        """Return the scores of the base."""
-        return self.scorer.score(view)
-
-    def combine(self, scores: Tensor, view: View) -> Tensor:
-        """Return the base's scores of the stored heads, [B, H, S]."""
-        return self.scorer.combine(scores, view)
-
-    def always(self, view: View) -> Tensor | None:
-        """Return the rows that the base keeps before any other."""
-        return self.scorer.always(view)
-
-    def evicted(self, view: View) -> None:
-        """Let the base do what remains."""
-        self.scorer.evicted(view)
-
-    def layer_rows(self, layer: int, n_layers: int, rows: int, length: int) -> int:
-        """Return the rows that the base gives to a layer."""
-        return self.scorer.layer_rows(layer, n_layers, rows, length)
+        return why and f"{why}: take another base for adakv, such as snapkv"
 
     def allot(
         self, scores: Tensor, targets: Sequence[int], view: View, always: Tensor | None
@@ -178,28 +105,6 @@ class AdaKV(EvictionMethod):
         most = torch.tensor(equal, device=ours.device)[..., None]
         first = torch.arange(ours.shape[-1], device=ours.device) < most
         return scores * ((ranked * first).sum(-1) / ranked.sum(-1).clamp(min=1e-30))[..., None]
-
-    def memory_class(self) -> Any:
-        """Return the class of the base's memory."""
-        return self.base.memory_class()
-
-    def memory_facts(self, budget: Budget, seed: int) -> dict[str, Any]:
-        """Return what decides what the base's memory holds."""
-        return {"base": self.base.id, **self.base.memory_facts(budget, seed)}
-
-    def sample_knobs(self) -> dict[str, Any]:
-        """Return the base's knobs that decide what is collected."""
-        return self.base.sample_knobs()
-
-    def prepare(self, model: Any, calibration: Calibration, budget: Budget) -> Any:
-        """Let the base learn."""
-        return self.base.prepare(model, calibration, budget)
-
-    @contextmanager
-    def attach(self, model: Any, memory: Any = None) -> Iterator[None]:
-        """Switch `model` over as the base does."""
-        with self.base.attach(model, memory):
-            yield
 
 
 def best_of_all(scores: Tensor, free: Tensor, totals: Sequence[int]) -> list[list[int]]:

@@ -51,6 +51,7 @@ class EvictionMethod(Method):
     observes: ClassVar[bool] = False  # whether `observe` reads every step's attention probabilities
     follows: ClassVar[bool] = False  # whether `observe` is called after each forward though it reads none
     stepwise: ClassVar[bool] = False  # whether `observe` takes each forward for one decoded token
+    divides: ClassVar[bool] = False  # whether `allot` has a rule of its own
     reads: ClassVar[tuple[str, ...]] = ()  # what a score is made of, for the table of methods
     unit: ClassVar[str] = "KV head"  # what has a kept set of its own, for the table of methods
     keeps: ClassVar[str] = ""  # what never leaves, where no knob says it
@@ -129,10 +130,16 @@ class EvictionMethod(Method):
         prompt = view.evictor.prompt
         if self.protect_prompt and prompt is not None:
             beside = self.smallest_budget() - self.sinks  # the latest rows, and one to choose
-            fits = prompt + beside <= (view.evictor.rows or 0)
+            fits = prompt + beside <= prompt.new_tensor(self._limits(view))
             mine = (positions < prompt[:, None, None]) & fits[:, None, None]
             kept = mine if kept is None else kept | mine
         return kept
+
+    def _limits(self, view: View) -> list[int]:
+        """Return how many rows per KV head this layer may keep of each sequence."""
+        rows = view.evictor.rows or 0
+        seen = view.evictor.tokens[view.index]
+        return [self.layer_rows(view.index, view.n_layers, rows, tokens) for tokens in seen]
 
     def evicted(self, view: View) -> None:
         """Do what remains when a layer has been compacted."""

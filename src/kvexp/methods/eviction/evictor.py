@@ -15,15 +15,15 @@ import torch
 
 from kvexp.attention.function import Call
 from kvexp.cache.evicting import EvictingLayer, Window
+from kvexp.methods.eviction.due import Targets, due
 from kvexp.methods.eviction.meter import Meter
+from kvexp.methods.eviction.scale import Scale
 from kvexp.methods.eviction.selection import choose
 from kvexp.methods.eviction.view import View
 
 if TYPE_CHECKING:
     from kvexp.cache.kv_cache import KVCache
     from kvexp.methods.eviction.base import EvictionMethod
-
-Targets = list[int]  # rows per KV head that each sequence may keep
 
 
 class MethodEvictor:
@@ -47,6 +47,7 @@ class MethodEvictor:
         self.latest: list[int] = []  # tokens that this forward brought, of each sequence
         self.compressed: list[list[bool]] = []  # whether it was while decoding, each layer and sequence
         self.waiting: list[tuple[View, torch.Tensor, Targets]] = []  # scores that wait for the other layers
+        self.alive: list[bool] | None = None  # sequences that still count; None: all
         self.layers: list[EvictingLayer] = []
         self.counters: dict[str, int] = {}
 
@@ -64,6 +65,7 @@ class MethodEvictor:
         """Follow `cache` from now on."""
         self.layers = [layer for layer in cache.layers if isinstance(layer, EvictingLayer)]
         self.cache, self.counters = cache, cache.counters
+        self.scale = Scale(cache.layers)
         for layer in self.layers:
             layer.evictor = self
         if not self.totals:
@@ -71,6 +73,7 @@ class MethodEvictor:
             self.tokens = [[0] for _ in self.layers]
             self.compressed = [[False] for _ in self.layers]
         self._places = {id(layer): place for place, layer in enumerate(self.layers)}
+        self._indices = [at for at, layer in enumerate(cache.layers) if isinstance(layer, EvictingLayer)]
 
     def fork(self) -> MethodEvictor:
         """Return an evictor in the same state, for a fork of the cache."""
@@ -86,7 +89,7 @@ class MethodEvictor:
         summary = self.meter.summary()
         if self.rows is not None and self.method.during("decode").interval is not None:
             return summary
-        return {name: summary[name] for name in ("storage", "entries_peak_prompt")}
+        return {name: summary[name] for name in ("storage", "entries_peak_prompt", "bytes_peak_prompt")}
 
     def select(self, indices: torch.Tensor) -> None:
         """Follow the cache to the sequences `indices` of its batch."""
@@ -95,7 +98,7 @@ class MethodEvictor:
         def followed(known: list[list[Any]]) -> list[list[Any]]:
             return [[one[i] for i in chosen] if len(one) > 1 else one * len(chosen) for one in known]
 
-        self.totals, self.tokens = followed(self.totals), followed(self.tokens)
+        self.totals, self.tokens, self.alive = followed(self.totals), followed(self.tokens), None
         self.compressed = followed(self.compressed)
         if self.prompt is not None and self.prompt.shape[0] > 1:
             self.prompt = self.prompt.index_select(0, indices.to(self.prompt.device))
@@ -111,6 +114,8 @@ class MethodEvictor:
     def after(self, layer: EvictingLayer, call: Call) -> None:
         """Follow a layer that has just attended, and evict where that is due."""
         place = self._places[id(layer)]
+        if place == 0:
+            self.scale.start(call.query.shape[2])
         self._count(place, layer, call)
         if self.rows is not None:
             self._act(place, layer, call)
@@ -120,12 +125,12 @@ class MethodEvictor:
     def _act(self, place: int, layer: EvictingLayer, call: Call) -> None:
         if self.method.window_size:
             layer.queries = Window.grown(layer.queries, call, layer.q_slots, self.method.window_size)
-        view = View(layer, call, self, place)
         if self.method.observes or self.method.follows:
-            self.method.observe(view)
-        targets = self._targets(view)
+            self.method.observe(View(layer, call, self, place))
+        targets = due(self, place, layer.keys.shape[1])
         if targets is None:
             return
+        view = View(layer, call, self, place)
         layer.own()
         method = self.method.during(self.phase)
         scores = method.combine(method.score(view), view)
@@ -143,51 +148,15 @@ class MethodEvictor:
         heads = layer.keys.shape[1]
         real = call.padding.real(layer.seen - length, layer.seen) or [length] * batch
         self.totals[place] = [old + heads * new for old, new in zip(totals, real, strict=True)]
-        if self.phase != "decode":
-            self.meter.prompt_peak = max(self.meter.prompt_peak, -(-max(self.totals[place]) // heads))
+        self.meter.hold(-(-max(self._counted(self.totals[place])) // heads), self.phase != "decode")
         self.tokens[place] = [old + new for old, new in zip(tokens, real, strict=True)]
         self.latest = real
 
-    def _targets(self, view: View) -> Targets | None:
-        """Return the rows per KV head that each sequence may keep now; None when nothing is due."""
-        method, heads, totals = self.method.during(self.phase), view.heads, self.totals[view.index]
-        assert self.rows is not None
-        if self.phase == "decode":
-            wanted = method.interval is not None
-        elif self.phase == "prefill" and not self.closing:
-            wanted = method.prefill == "chunks"
-        else:
-            wanted = method.prefill != "off"
-        if not wanted:
-            return None
-        seen = self.tokens[view.index]
-        limits = [method.layer_rows(view.index, view.n_layers, self.rows, tokens) for tokens in seen]
-        if self.phase == "decode":
-            fresh = [not compressed for compressed in self.compressed[view.index]]
-            due = [
-                self._is_due(view, *one) for one in zip(totals, limits, seen, self.latest, fresh, strict=True)
-            ]
-        else:
-            due = [total > heads * limit for total, limit in zip(totals, limits, strict=True)]
-        if not any(due):
-            return None
-        lengths = [-(-total // heads) for total in totals]
-        return [limit if act else n for limit, act, n in zip(limits, due, lengths, strict=True)]
-
-    def _is_due(self, view: View, total: int, limit: int, tokens: int, new: int, fresh: bool) -> bool:
-        """Whether a sequence of `tokens` evicts after this step of decoding, which brought `new` of them.
-
-        `fresh`: it has not evicted while decoding.
-        """
-        method, heads = self.method.during(self.phase), view.heads
-        interval = method.interval or 1
-        if method.trigger == "length":
-            passed = tokens // interval > (tokens - new) // interval
-            return passed and total > heads * limit
-        slack = interval
-        if method.smooth and fresh:  # layers take turns within an interval
-            slack = -(-(view.index + 1) * interval // view.n_layers)
-        return total >= heads * (limit + slack)
+    def _counted(self, values: list[int]) -> list[int]:
+        """Return the values of sequences that still count, of one for each."""
+        if self.alive is None:
+            return values
+        return [value for value, alive in zip(values, self.alive, strict=True) if alive]
 
     def _evict(self, view: View, scores: torch.Tensor, targets: Targets, method: EvictionMethod) -> None:
         always = method.always(view)
@@ -217,13 +186,15 @@ class MethodEvictor:
         indices, counted = choose(scores, rows, layer.valid, always)
         ragged = any(len(set(of_heads)) > 1 for of_heads in rows)
         self.meter.note_storage(ragged, counted is not None)
+        self.meter.weigh(self.scale.before(self._indices[place]), self.phase != "decode")
         layer.keep(indices, counted, ragged)
+        self.scale.after(self._indices[place])
         if counted is None:
             kept = [indices.shape[1] * indices.shape[2]] * len(before)
         else:
             kept = counted.sum((1, 2)).tolist()
         self.totals[place] = kept
-        gone = sum(before) - sum(kept)
+        gone = sum(self._counted(before)) - sum(self._counted(kept))
         self.counters["evicted"] = self.counters.get("evicted", 0) + gone
 
     def _finish(self) -> None:
@@ -236,7 +207,8 @@ class MethodEvictor:
             ):
                 self._evict(view, score, target, method)
             self.waiting = []
-        between_chunks = self.phase == "prefill" and not self.closing
+        reading, between_chunks = self.phase != "decode", self.phase == "prefill" and not self.closing
+        self._weigh(reading)
         if self.phase != "prefill":
             if self.prompt is None:
                 self.prompt = self.layers[-1].next_position
@@ -245,7 +217,20 @@ class MethodEvictor:
         if between_chunks:  # what is held there is the prompt's peak, which is counted apart
             return
         rows = [
-            max(-(-total // layer.keys.shape[1]) for total in totals)
+            -(-max(self._counted(totals)) // layer.keys.shape[1])
             for totals, layer in zip(self.totals, self.layers, strict=True)
         ]
-        self.meter.measure(self.cache, rows)
+        self.meter.measure(rows)
+
+    def _weigh(self, reading: bool) -> None:
+        """Note the bytes held at the end of a forward; `reading`: which read a part of the prompt."""
+        settled = not reading and any(map(any, self.compressed))
+        held = self.scale.end(0.0 if reading else self.meter.bytes_peak, settled)
+        if held is None:
+            return
+        if reading:
+            self.meter.weigh(held, prompt=True)
+        if (
+            not reading or self.closing or self.phase == "pending"
+        ):  # the prompt ends: what is left of it counts
+            self.meter.weigh(held, prompt=False)

@@ -33,8 +33,9 @@ class ExpectedAttention(EvictionMethod):
 
     The first `sinks` tokens are always kept; neither their queries nor their keys count. `covariance=false`
     and `value_norm=false` leave out V and the norm. The epsilon that kvpress can add to the softmax, 0 by
-    default, is left out. While decoding (`interval`), statistics go on over every token seen, where kvpress
-    remembers the latest alone; with interval=null they end with the last compression.
+    default, is left out, as are learned sinks of a model. While decoding (`interval`), statistics go on over
+    every token seen, where kvpress remembers the latest alone; with interval=null they end with the last
+    compression.
     """
 
     id: ClassVar[str] = "expected_attention"

@@ -36,8 +36,8 @@ class KVzip(Bare):
 
     Departures: one instruction serves all chunks (the paper words the first in another way), no turn of a
     chat template is opened after it (write one into `repeat`), and layers with a sliding window take no
-    part. Learned sinks of a model are left out of the softmax. A forward reads at most the model's
-    `prefill_chunk` tokens of a repetition. KVzip+, which weighs by norms, is not built in.
+    part. A forward reads at most the model's `prefill_chunk` tokens of a repetition. KVzip+, which weighs by
+    norms, is not built in.
     """
 
     id: ClassVar[str] = "kvzip"

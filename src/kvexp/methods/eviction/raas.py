@@ -46,6 +46,7 @@ class RaaS(EvictionMethod):
     reads: ClassVar[tuple[str, ...]] = ("attention of every step", "keys")
     observes: ClassVar[bool] = True
     stepwise: ClassVar[bool] = True
+    divides: ClassVar[bool] = True
 
     interval: int | None = 1
     protect_prompt: bool = True

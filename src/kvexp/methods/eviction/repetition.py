@@ -12,7 +12,7 @@ from kvexp.attention.options import options_of
 from kvexp.budget import Budget
 from kvexp.cache.evicting import EvictingLayer
 from kvexp.cache.kv_cache import KVCache, prefill
-from kvexp.cache.rows import KeptRows, expanded
+from kvexp.cache.rows import KeptRows, expanded, over_heads
 from kvexp.errors import UserError
 from kvexp.methods.base import several
 from kvexp.methods.eviction.caches import evicting_cache
@@ -134,7 +134,8 @@ class Reader:
                 position_ids=positions[:, start:end],
                 logits_to_keep=1,
             )
-            cache.evictor.meter.measure(fork, [layer.entries() for layer in layers])
+            cache.evictor.meter.hold(max(layer.entries() for layer in layers), prompt=True)
+            cache.evictor.meter.weigh(fork.sequence_bytes(), prompt=True)
 
     def after(self, layer: EvictingLayer, call: Call) -> None:
         """Note the largest weights that the queries of this forward give to the rows being repeated."""
@@ -152,7 +153,8 @@ class Reader:
         best = self.scores[layer.index].new_zeros(call.query.shape[0], call.query.shape[1], width)
         for at in range(0, call.query.shape[2], BLOCK):
             part = slice(at, at + BLOCK)
-            weights = _weights(call.query[:, :, part], keys, call.scale, visible[:, :, part])[..., :width]
+            seen = over_heads(visible[:, :, part], call.query.shape[1])
+            weights = _weights(call.query[:, :, part], keys, call.scale, seen, call.sinks)[..., :width]
             if real is not None:
                 weights = weights * real[:, None, part, None]
             best = torch.maximum(best, weights.amax(2))
@@ -197,17 +199,31 @@ def shares(scores: Sequence[torch.Tensor], rows: int, level: str) -> list[list[l
     return counts.tolist()
 
 
-def _weights(query: torch.Tensor, keys: torch.Tensor, scale: float, visible: torch.Tensor) -> torch.Tensor:
-    """Softmax weights [B, Hq, T, S] of rotated queries over keys [B, Hk, S, D], float32 at least."""
+def _weights(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float,
+    visible: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Softmax weights [B, Hq, T, S] of rotated queries over keys [B, Hk, S, D], float32 at least.
+
+    Learned `sinks` [Hq] take their share.
+    """
     dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
     batch, heads, length, width = query.shape
     folded = query.to(dtype).reshape(batch, keys.shape[1], -1, width)
     scores = folded @ keys.to(dtype).transpose(-1, -2) * scale
-    return scores.view(batch, heads, length, -1).masked_fill(~visible, -torch.inf).softmax(-1)
+    scores = scores.view(batch, heads, length, -1).masked_fill(~visible, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1)
+    return (
+        scores.softmax(-1) * torch.sigmoid(scores.logsumexp(-1) - sinks.to(dtype)[None, :, None])[..., None]
+    )
 
 
 def _visible(layer: EvictingLayer, call: Call, counted: torch.Tensor) -> torch.Tensor:
-    """What each query sees of the repeated rows and of the repetition itself, [B, 1 or Hq, T, m + R]."""
+    """What each query sees of the repeated rows and of the repetition itself, [B, 1 or H, T, m + R]."""
     batch, length = call.query.shape[0], call.query.shape[2]
     own = layer.visible(call)
     if own is None:

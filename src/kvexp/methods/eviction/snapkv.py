@@ -88,7 +88,9 @@ class SnapKV(EvictionMethod):
         if self.softmax == "past":
             logits = logits.masked_fill(~over_heads(past, logits.shape[1])[:, :, None], float("-inf"))
         real = view.window.real.to(logits.dtype)[:, None, :, None]
-        attention = logits.softmax(-1).nan_to_num(0.0) * real  # a query of a short text may see nothing
+        of_model = self.softmax == "all" and self.merge != "logits"  # as the model weighs: with learned sinks
+        attention = view.softmax(logits) if of_model else logits.softmax(-1).nan_to_num(0.0)
+        attention = attention * real  # a query of a short text may see nothing
         attention = attention.sum(2) / real.sum(2).clamp(min=1)
         if self.merge == "attention":
             attention = over_group(attention, view.heads, self.group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -58,8 +59,12 @@ class TriAttention(EvictionMethod):
         the mean of both (ours).
     `ema`: let m_f, r_f and E|q_f|^2 follow the queries of each sequence while decoding, each by this share
         (ours; 0: never).
-    `budgets`: `concentration` gives layers rows in proportion to 1 - sum |m_f| / sum r_f, half the budget at
-        least; the mean over layers is the budget (ours).
+    `budgets`: layers get rows in proportion to 1 - sum |m_f| / sum r_f (`concentration`), or to 1 - r, with r
+        the correlation of S_trig with the true logits of text that the means have not seen, mean over queries
+        and heads (`reconstruction`; calibration measures it where a knob asks). Half the budget at least; the
+        mean over layers is the budget (ours).
+    `head_budgets`: the same for the KV heads of a layer, at least what they always keep and one more row; the
+        mean over heads is what the layer gets (ours).
 
     Departures: ties go to the lower index, not to seeded noise. A prompt that the budget cannot hold competes
     like other rows (the code keeps its first tokens); the counter `prompt_competed` says how often. Numbers
@@ -74,7 +79,7 @@ class TriAttention(EvictionMethod):
     memory_id: ClassVar[str] = "query_statistics"
     needs_calibration: ClassVar[bool] = True
     learns_from: ClassVar[Literal["traces", "text"]] = "text"
-    _spread: ClassVar[tuple[float, ...]] = ()  # of each layer's queries, once a memory is at hand
+    _weights: ClassVar[tuple[float, ...]] = ()  # of layers that share rows, once a memory is at hand
 
     interval: int | None = 128
     protect_prompt: bool = True
@@ -92,7 +97,8 @@ class TriAttention(EvictionMethod):
     mix_by: Literal["max", "mean"] = "max"
     window: int = 64
     ema: float = 0.0
-    budgets: Literal["uniform", "concentration"] = "uniform"
+    budgets: Literal["uniform", "concentration", "reconstruction"] = "uniform"
+    head_budgets: Literal["uniform", "concentration", "reconstruction"] = "uniform"
 
     def __post_init__(self) -> None:
         """Refuse knobs that make no sense, before anything loads."""
@@ -108,11 +114,12 @@ class TriAttention(EvictionMethod):
             raise UserError("method.aggregate=max needs each offset apart: add method.form=cosines")
         if self.form == "cosines" and self.gain == "smooth":
             raise UserError("method.gain=smooth has no offsets to take cosines of: use method.form=dot")
-        if self.budgets != "uniform" and self.scope == "model":
-            raise UserError(
-                f"method.budgets={self.budgets} gives layers budgets of their own, and"
-                f" method.mode={self.mode} the same rows: add method.mode=per_layer_perhead"
-            )
+        for name, of in (("budgets", "layers"), ("head_budgets", "heads")):
+            if getattr(self, name) != "uniform" and self.scope == "model":
+                raise UserError(
+                    f"method.{name}={getattr(self, name)} gives {of} budgets of their own, and"
+                    f" method.mode={self.mode} shares rows: add method.mode=per_layer_perhead"
+                )
 
     @property
     def scope(self) -> Literal["layer", "model"]:
@@ -144,35 +151,56 @@ class TriAttention(EvictionMethod):
 
         return QueryStatistics
 
+    @property
+    def reconstructs(self) -> bool:
+        """Whether calibration has to say how well means foretell logits."""
+        return "reconstruction" in (self.budgets, self.head_budgets)
+
+    @property
+    def divides(self) -> bool:  # type: ignore[override]
+        """Whether heads hold unlike numbers of rows."""
+        return self.head_budgets != "uniform"
+
     def memory_facts(self, budget: Budget, seed: int) -> dict[str, Any]:
-        """Return nothing: the statistics depend on model and text alone."""
-        return {}
+        """Return what is measured beyond means, which depend on model and text alone."""
+        return {"reconstruction": True} if self.reconstructs else {}
 
     def prepare(self, model: Any, calibration: Calibration, budget: Budget) -> QueryStatistics:
         """Measure the queries of the calibration text."""
         from kvexp.methods.eviction.query_statistics import prepare
 
-        return prepare(model, calibration)
+        return prepare(model, calibration, self.reconstructs)
 
     def bound(self, model: Any, memory: Any) -> TriAttention:
-        """Return the method with the spread of each layer's queries; UserError for another model's memory."""
+        """Return the method with the weights of layers; UserError for a memory that does not serve it."""
         from kvexp.methods.eviction.query_statistics import refuse_other
 
-        refuse_other(memory, model)
+        refuse_other(memory, model, self.reconstructs)
         if self.budgets == "uniform":
             return self
+        from kvexp.methods.eviction.tribudgets import of_layers
+
         bound = copy.copy(self)  # the budget of a layer is asked for without a memory
-        object.__setattr__(bound, "_spread", tuple(1 - r for r in memory.concentrations()))
+        object.__setattr__(bound, "_weights", of_layers(self, memory))
         return bound
 
     def layer_rows(self, layer: int, n_layers: int, rows: int, length: int) -> int:
         """Return how many rows per KV head a layer may keep of `length` tokens; their mean is `rows`."""
         if self.budgets == "uniform" or length <= rows:
             return rows
-        from kvexp.methods.eviction.selection import share
+        from kvexp.methods.eviction.tribudgets import among_layers
 
-        least = max(self.smallest_budget(), rows // 2)
-        return share(rows * n_layers, self._spread, [length] * n_layers, least)[layer]
+        return among_layers(self.smallest_budget(), self._weights, rows, length)[layer]
+
+    def allot(
+        self, scores: Tensor, targets: Sequence[int], view: View, always: Tensor | None
+    ) -> list[list[int]]:
+        """Return how many rows each head of each sequence keeps; they sum to H times the target."""
+        if not self.divides:
+            return super().allot(scores, targets, view, always)
+        from kvexp.methods.eviction.tribudgets import among_heads
+
+        return among_heads(self, scores, targets, view, always)
 
     def observe(self, view: View) -> None:
         """Add up the attention of this forward, or let the centres follow its queries."""

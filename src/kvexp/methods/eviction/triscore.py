@@ -96,7 +96,7 @@ def _window_attention(view: View) -> torch.Tensor:
     """Return the mean attention that each row got from the queries of the window that could see it."""
     logits = view.window_logits()
     visible = logits.isfinite() & view.window.real[:, None, :, None]
-    return attention_per_query(logits.softmax(-1).nan_to_num(0.0), visible)
+    return attention_per_query(view.softmax(logits), visible)
 
 
 def _may_leave(method: TriAttention, view: View) -> torch.Tensor | None:

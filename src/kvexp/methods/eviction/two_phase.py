@@ -10,15 +10,15 @@ from kvexp.methods.eviction.bare import Bare
 from kvexp.methods.eviction.base import EvictionMethod
 from kvexp.methods.eviction.rkv import RKV
 from kvexp.methods.eviction.snapkv import SnapKV
+from kvexp.methods.over import Over
 
 if TYPE_CHECKING:
     from kvexp.budget import Budget
-    from kvexp.methods.base import Calibration
     from kvexp.methods.eviction.view import View
 
 
 @dataclass(frozen=True)
-class TwoPhase(Bare):
+class TwoPhase(Over, Bare):
     """Let `at_prefill` compress the prompt and `at_decode` what a model holds while it generates.
 
     A part is the name of an eviction method, or {name: NAME, knob: value}. Both work with the same budget.
@@ -62,13 +62,14 @@ class TwoPhase(Bare):
             )
         if all(part.needs_calibration for part in self._parts):
             raise UserError("both parts need calibration, and a run prepares one memory: change one of them")
+        self.follow()
 
     @property
     def _parts(self) -> tuple[EvictionMethod, EvictionMethod]:
         return self.at_prefill, self.at_decode
 
     @property
-    def _learner(self) -> EvictionMethod:
+    def learner(self) -> EvictionMethod:
         """The part that calibration is for."""
         return self.at_prefill if self.at_prefill.needs_calibration else self.at_decode
 
@@ -91,32 +92,6 @@ class TwoPhase(Bare):
     def window_size(self) -> int:
         """How many of the latest queries the part with the larger window reads."""
         return max(part.window_size for part in self._parts)
-
-    @property
-    def needs_calibration(self) -> bool:  # type: ignore[override]
-        """Whether a part learns from calibration."""
-        return self._learner.needs_calibration
-
-    @property
-    def learns_from(self) -> Any:  # type: ignore[override]
-        """What that part learns from."""
-        return self._learner.learns_from
-
-    def memory_class(self) -> Any:
-        """Return the class of the memory that a part learns."""
-        return self._learner.memory_class()
-
-    def memory_facts(self, budget: Budget, seed: int) -> dict[str, Any]:
-        """Return what decides what it holds."""
-        return self._learner.memory_facts(budget, seed)
-
-    def sample_knobs(self) -> dict[str, Any]:
-        """Return the knobs that decide what is collected for it."""
-        return self._learner.sample_knobs()
-
-    def prepare(self, model: Any, calibration: Calibration, budget: Budget) -> Any:
-        """Learn what the part that needs calibration learns."""
-        return self._learner.prepare(model, calibration, budget)
 
     def bound(self, model: Any, memory: Any) -> EvictionMethod:
         """Return the method with parts that serve this model and memory."""

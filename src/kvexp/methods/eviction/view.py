@@ -116,10 +116,20 @@ class View:
         mask = self.mask(scores.shape[1])
         return scores if mask is None else scores.masked_fill(~mask[:, :, None, :], -torch.inf)
 
+    def softmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the softmax of scaled scores [B, Hq, T, S]; 0 for a query that sees nothing.
+
+        A learned sink of the model takes its share, as in the model's own softmax.
+        """
+        probabilities = logits.softmax(-1).nan_to_num(0.0)
+        if self.call.sinks is None:
+            return probabilities
+        sinks = self.call.sinks.to(logits.dtype)[None, :, None]
+        return probabilities * torch.sigmoid(logits.logsumexp(-1) - sinks)[..., None]
+
     def window_probabilities(self) -> torch.Tensor:
         """Return the softmax of `window_logits`, [B, Hq, w, S]; rows of queries that do not exist are 0."""
-        probabilities = self.window_logits().softmax(-1).nan_to_num(0.0)  # a query that sees nothing
-        return probabilities * self.window.real[:, None, :, None]
+        return self.softmax(self.window_logits()) * self.window.real[:, None, :, None]
 
     def attention_sums(self, last: int | None = None) -> torch.Tensor:
         """Return the attention that each row got from the queries of this forward, summed, [B, Hq, S].
@@ -129,6 +139,9 @@ class View:
         """
         call, layer = self.call, self.layer
         assert layer.lse is not None, "a method that reads probabilities says so in `observes`"
+        lse = layer.lse
+        if call.sinks is not None:
+            lse = torch.logaddexp(lse, call.sinks.to(lse.dtype)[None, :, None])
         counted = self._counted_queries(last)
         visible = layer.visible(call)
         length = call.query.shape[2]
@@ -136,9 +149,9 @@ class View:
         for at in range(0, length, BLOCK):
             part = slice(at, at + BLOCK)
             scores = self._scores(call.query[:, :, part])
-            probabilities = (scores - layer.lse[:, :, part, None]).exp()
+            probabilities = (scores - lse[:, :, part, None]).exp()
             if visible is not None:
-                seen = visible[:, :, part]
+                seen = over_heads(visible[:, :, part], scores.shape[1])
                 probabilities = probabilities.masked_fill(~seen, 0.0)
             if counted is not None:
                 probabilities = probabilities * counted[:, None, part, None]
