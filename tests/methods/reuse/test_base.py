@@ -12,12 +12,14 @@ import helpers
 from kvexp.budget import Budget
 from kvexp.errors import UserError
 from kvexp.measure.answered import NothingHappened, check_counters
+from kvexp.methods.eviction.snapkv import SnapKV
 from kvexp.methods.reuse.agentkvshift import AgentKVShift
 from kvexp.methods.reuse.agentkvshift_plus import AgentKVShiftPlus
 from kvexp.methods.reuse.base import parsed, shown
 from kvexp.methods.reuse.cacheblend import CacheBlend
 from kvexp.methods.reuse.prophetkv import ProphetKV
 from kvexp.methods.reuse.reposition import Reposition
+from kvexp.methods.storage.kivi import Kivi
 from kvexp.prompt import Context
 
 
@@ -71,11 +73,11 @@ def test_a_share_of_one_reuses_nothing_and_reposition_recomputes_nothing() -> No
 
 
 def test_a_store_holds_rows_exactly_or_as_a_method_of_storage_does() -> None:
-    from kvexp.methods.eviction.snapkv import SnapKV
-
     with pytest.raises(UserError, match="stores no rows: use full"):
         Reposition(stored=SnapKV())
     assert Reposition().codec(helpers.model("llama")) is None
+    with pytest.raises(UserError, match="a store holds every row of a unit"):
+        Reposition(stored=Kivi(of=SnapKV()))
 
 
 def test_plus_has_the_knobs_of_agentkvshift() -> None:

@@ -131,6 +131,12 @@ class PlacedMethod(StoredMethod):
             raise UserError(f"method.old_group={self.old_group} is not possible: use 1 or more")
         if self.stored.id != "full" and not hasattr(self.stored, "packed"):
             raise UserError(f"method.stored={self.stored.id} stores no rows: use full (exactly), kivi or ott")
+        of = getattr(self.stored, "of", None)
+        if of is not None and of.id != "full":
+            raise UserError(
+                f"method.stored={{name: {self.stored.id}, of: {of.id}}} is not possible, since a store holds"
+                " every row of a unit: leave `of` out"
+            )
 
     def codec(self, model: Any) -> Codec | None:
         """Return how rows of units are stored; None: exactly."""

@@ -20,7 +20,9 @@ class PackedCodec:
 
     def __init__(self, storage: StorageMethod, dtype: torch.dtype) -> None:
         self.storage, self.dtype = storage, dtype
-        knobs = ",".join(f"{name}={value}" for name, value in sorted(asdict(storage).items()))
+        # `of` is no matter of the store, which holds every row.
+        given = sorted((name, value) for name, value in asdict(storage).items() if name != "of")
+        knobs = ",".join(f"{name}={value}" for name, value in given)
         self.name = f"{storage.id}({knobs})"
 
     def encode(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Parts:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvexp.attention.rerotate import Pair
+from kvexp.attention.rerotate import Angles, Pair
 from kvexp.methods.reuse.checks import checked, counts_of, require_layer
 from kvexp.methods.reuse.patched import RowSet, overwrite
 from kvexp.methods.reuse.probes import (
@@ -20,7 +20,7 @@ from kvexp.methods.reuse.probes import (
     spread,
     top_of_units,
 )
-from kvexp.methods.reuse.shift import Mean, add, mean_of
+from kvexp.methods.reuse.shift import Mean, Places, mean_of
 
 if TYPE_CHECKING:
     from kvexp.methods.reuse.agentkvshift import AgentKVShift
@@ -43,6 +43,7 @@ class Correction:
     weights: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     scale: torch.Tensor | None = None
     truth: list[Pair] = field(default_factory=list)
+    _places: dict[Any, Places] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def union(self) -> torch.Tensor:
@@ -54,19 +55,27 @@ class Correction:
         method = self.method
         for part, (new, x) in enumerate(zip(fresh, full, strict=True)):
             name = ("keys", "values")[part]
-            reused = rows.take(x)
             if part == 0 and layer == method.check and method.drift is not None and self.scale is None:
-                self.scale = self._scale(rows, residual(new, reused))
+                self.scale = self._scale(rows, residual(new, rows.take(x)))
             if method.shift in ("both", name):
                 angles = self.run.sheet.angles(layer) if part == 0 and method.average == "pre" else None
                 mean = self._mean(layer, part, rows, new, x)
                 shift = mean.shrunk() if method.shrink == "james_stein" else mean.mean
                 if self.scale is not None:
                     shift = shift * self.scale.to(shift)[:, None, None]
-                add(x, rows, shift, self.weights[part], angles)
+                self._places_of(layer, part, rows, x, angles).add(x, shift)
             takes = self.union if method.union_fresh else self.probes[part] | self.first
             # Rows that the shift also reached and that are recomputed but not fresh keep their shift.
             rows.write(x, new, takes.gather(1, rows.columns))
+
+    def _places_of(
+        self, layer: int, part: int, rows: RowSet, x: torch.Tensor, angles: Angles | None
+    ) -> Places:
+        kind = None if angles is None else self.run.sheet.rotary.kind(layer)
+        key = part, kind, x.device, x.shape  # widths of heads may differ between layers
+        if key not in self._places:
+            self._places[key] = Places.of(rows, x, self.weights[part], angles)
+        return self._places[key]
 
     def _mean(self, layer: int, part: int, rows: RowSet, new: torch.Tensor, x: torch.Tensor) -> Mean:
         sensors = self.probes[part]

@@ -58,6 +58,59 @@ def mean_of(
     return Mean(mean, counts, spread.masked_fill(counts[:, None] < 2, torch.inf))
 
 
+@dataclass(frozen=True)
+class Places:
+    """Where the means of units are added, and times what: the same in all layers that rotate alike.
+
+    units [B * c]: the number of each column's unit, one more than the last where there is none. `straight`
+    and `across` [B, 1 or H, c, D] scale the mean, and the mean turned by a quarter; None: by 1, and not at
+    all.
+    """
+
+    columns: slice
+    units: torch.Tensor
+    straight: torch.Tensor | None = None
+    across: torch.Tensor | None = None
+    angles: Angles | None = None
+
+    @classmethod
+    def of(cls, rows: RowSet, x: torch.Tensor, weights: torch.Tensor | None, angles: Angles | None) -> Places:
+        """Return the places in a layer like x [B, H, C, D]; see `add`."""
+        geometry, device = rows.geometry, x.device
+        columns = slice(min(unit.start for unit in geometry.units), geometry.width)
+        units = geometry.units_of[:, columns].flatten().to(device)
+        units = torch.where(units < 0, len(geometry.units), units)
+        straight, across = None, None
+        if angles is not None:
+            angles = angles.at(slice(None), columns).unsqueeze(1)
+            straight, across = (y.to(device) for y in angles.whole(x.shape[-1]))
+        if weights is not None:
+            weights = weights[..., columns].to(device)
+            weights = (weights[:, None] if weights.dim() == 2 else weights)[..., None]
+            # Of full width, so that columns and the numbers of a row are one long axis.
+            straight = weights.repeat_interleave(x.shape[-1], -1) if straight is None else straight * weights
+            across = None if across is None else across * weights
+        return cls(columns, units, straight, across, angles)
+
+    def add(self, x: torch.Tensor, mean: torch.Tensor) -> None:
+        """Add means [U, H, D] to the rows of their units in x [B, H, C, D], in float32 at least."""
+        view = x[:, :, self.columns]
+        total, mean = wide(view), mean.to(x.device)
+        if self.straight is None:
+            total += self._of_columns(mean, len(x))
+        else:
+            total.addcmul_(self._of_columns(mean, len(x)), self.straight)
+        if self.across is not None and self.angles is not None:
+            total.addcmul_(self._of_columns(self.angles.quarter(mean), len(x)), self.across)
+        if total is not view:
+            view.copy_(total)
+
+    def _of_columns(self, mean: torch.Tensor, batch: int) -> torch.Tensor:
+        """The mean of each column's unit, zero where there is none, [B, H, c, D]."""
+        by_head = torch.cat([mean, mean.new_zeros(1, *mean.shape[1:])]).transpose(0, 1).contiguous()
+        return by_head.index_select(1, self.units).unflatten(1, (batch, -1)).transpose(0, 1)
+
+
 def add(
     x: torch.Tensor,
     rows: RowSet,
@@ -69,18 +122,4 @@ def add(
 
     `weights` [B, C] or [B, H, C] scale what each row gets; `angles` [B, C, F] turn it to the row's position.
     """
-    geometry = rows.geometry
-    part = slice(min(unit.start for unit in geometry.units), geometry.width)
-    units = geometry.units_of[:, part].to(x.device)
-    mean = torch.cat([mean.to(x.device), mean.new_zeros(1, *mean.shape[1:]).to(x.device)])
-    of_column = torch.where(units < 0, len(mean) - 1, units)  # the last mean is zero
-    shift = mean.transpose(0, 1)[:, of_column].transpose(0, 1)  # [B, H, c, D]
-    if angles is not None:
-        shift = angles.at(slice(None), part).unsqueeze(1).turn(shift)
-    if weights is not None:
-        weights = weights[..., part].to(x.device)
-        shift = shift * (weights[:, None] if weights.dim() == 2 else weights)[..., None]
-    if x.dtype == shift.dtype:
-        x[:, :, part] += shift
-    else:
-        x[:, :, part] = (wide(x[:, :, part]) + shift).to(x.dtype)
+    Places.of(rows, x, weights, angles).add(x, mean)
