@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -239,7 +240,10 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = cell(tmp_path, "method=full", "logger=wandb", "logger.mode=offline")
     assert run(settings)["status"] == "complete"
     (log,) = settings.run_dir.glob("wandb/offline-run-*/*.wandb")
-    assert b"intents/accuracy_calibrated" in log.read_bytes()
+    deadline = time.monotonic() + 30
+    while b"intents/accuracy_calibrated" not in log.read_bytes():  # wandb writes on after `finish` returned
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_grid_goes_on_after_a_cell_that_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Flat lookup is the exact cosine maximum; two-level lookup agrees with it."""
+"""Flat lookup is the exact cosine maximum; two-level lookup agrees with it, and inverted lists with that."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvexp_kernels.lookup import TwoLevelIndex, lookup_flat, quantise_keys, reference
+from kvexp_kernels.lookup import InvertedLists, TwoLevelIndex, lookup_flat, quantise_keys, reference
 
 
 def unit(x: Tensor) -> Tensor:
@@ -120,3 +120,76 @@ def test_both_paths_score_the_same_keys_and_recall_is_high():
     assert scored < 0.5 * 256 * 2048
     few, cheap = index.search(x, probe=2)
     assert cheap < scored and (few == flat).float().mean() < (found == flat).float().mean()
+
+
+def rank_of_the_right_cell(index: TwoLevelIndex, x: Tensor, keys: Tensor) -> Tensor:
+    """How many cells must be searched for each query, by going through all of them in turn."""
+    flat, needed = (x @ keys.T).argmax(1), torch.zeros(len(x), dtype=torch.int64)
+    for row, cells in enumerate((x @ index.centres.T).argsort(1, descending=True).tolist()):
+        for place, cell in enumerate(cells):
+            if flat[row] in index.entries[index.offsets[cell] : index.offsets[cell + 1]]:
+                needed[row] = place + 1
+    return needed
+
+
+@pytest.mark.parametrize("recall", [0.5, 0.9, 0.99, 1.0])
+def test_as_many_cells_as_a_recall_needs(recall):
+    keys, x, later = unit(clustered(1500, 32, 0)), clustered(300, 32, 1), clustered(600, 32, 2)
+    index = TwoLevelIndex.build(keys, 40)
+    probe, needed = index.probe_for(x, recall), rank_of_the_right_cell(index, x, keys)
+    assert (needed <= probe).float().mean() >= recall
+    assert probe == 1 or (needed < probe).float().mean() < recall, "one fewer is too few"
+    flat = lookup_flat(later[None], keys[None])[0][0]
+    held_out = (index.search(later, probe)[0] == flat).float().mean()
+    assert held_out >= recall - 3 * (recall * (1 - recall) / 300) ** 0.5 - 0.01  # of another sample
+
+
+class TestInvertedLists:
+    @pytest.fixture(autouse=True)
+    def faiss(self):
+        pytest.importorskip("faiss")
+
+    @pytest.mark.parametrize("n", [1, 3, 200])
+    @pytest.mark.parametrize("probe", [1, 7, 100])
+    def test_find_what_the_index_finds(self, n, probe):
+        keys, x = unit(clustered(900, 32, 0)), clustered(n, 32, 1)
+        index = TwoLevelIndex.build(keys, 30)
+        found, scored = InvertedLists(index, keys).search(x, probe)
+        want, want_scored = index.search(x, probe)
+        assert torch.equal(found, want) and scored == want_scored
+        assert found.dtype == torch.int64 and type(scored) is int
+
+    def test_equal_scores_go_to_the_lower_entry(self):
+        g = torch.Generator().manual_seed(0)
+        keys = torch.eye(4)[torch.randint(0, 4, (60,), generator=g)]
+        x = torch.randint(-2, 3, (40, 4), generator=g).float()
+        score = x @ keys.T
+        lists = InvertedLists(TwoLevelIndex.build(keys, 4), keys)
+        assert torch.equal(lists.search(x, 4)[0], (score == score.amax(1, keepdim=True)).int().argmax(1))
+
+    def test_keys_that_half_precision_cannot_tell_apart_are_compared_again(self):
+        keys = torch.tensor([[1.0, 0.0], [1.0, 1e-5], [1.0, -1e-5]])
+        keys = torch.cat([keys, torch.tensor([[-1.0, 0.0]])])
+        lists = InvertedLists(TwoLevelIndex.build(keys, 1), keys)
+        assert lists.search(torch.tensor([[0.0, 1.0], [0.0, -1.0], [-1.0, 0.0]]), 1)[0].tolist() == [1, 2, 3]
+
+    def test_bytes_are_those_of_float16_keys_and_the_keys_are_not_copied(self):
+        keys = unit(clustered(500, 16, 0))
+        index = TwoLevelIndex.build(keys, 20)
+        lists = InvertedLists(index, keys)
+        held = sum(t.numel() * t.element_size() for t in lists.tensors())
+        assert held == len(index.centres) * 16 * 4 + 500 * (16 * 2 + 8)
+        assert torch.equal(lists.centres, index.centres)
+        codes, entries = (torch.cat(lists.tensors()[first::2]) for first in (1, 2))
+        assert torch.equal(codes, index.keys.half()) and torch.equal(entries, index.entries)
+        keys.copy_(keys.roll(1, 0))  # what is compared again is the caller's
+        assert (lists.search(index.keys[:5], 1)[0] != index.entries[:5]).any()
+
+    def test_queries_that_are_no_numbers_stay_in_bounds(self):
+        keys = unit(clustered(50, 8, 0))
+        found, _ = InvertedLists(TwoLevelIndex.build(keys, 5), keys).search(torch.full((2, 8), torch.nan), 3)
+        assert ((found >= 0) & (found < 50)).all()
+
+    def test_what_they_hold(self):
+        assert InvertedLists.suits(torch.ones(2, 2))
+        assert not InvertedLists.suits(torch.ones(2, 2).double())

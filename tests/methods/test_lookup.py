@@ -10,10 +10,12 @@ import torch
 import helpers
 from kvexp import tiny
 from kvexp.budget import Budget
+from kvexp.errors import UserError
 from kvexp.model import LoadedModel
 from kvexp.prompt import bos_ids
 from kvexp.tasks.batch import QueryBatch
 from kvexp.tasks.session import Session
+from kvexp_kernels.lookup import InvertedLists
 
 TRACES = [helpers.tokens(12, seed=s) for s in range(12)]
 QUERIES = [helpers.tokens(n, seed=70 + n) for n in (6, 3, 9)]
@@ -27,7 +29,7 @@ def test_two_levels_with_every_cell_probed_are_flat_lookup(prepared, layout):
     two = made.cache(method)
     torch.testing.assert_close(made.logits(QUERIES, two), made.logits(QUERIES, flat), rtol=0, atol=1e-5)
     layers, books = 3, 2 if layout == "pooled" else 1
-    columns = 3 * 9  # a batch of three, padded to nine; pads are looked up with the rest, and not counted
+    columns = sum(map(len, QUERIES))  # of a padded batch only the real tokens are looked up
     searches = layers * books * columns * (3 if layout == "pooled" else 1)
     counted = two.counters
     assert counted["looked_up"] == layers * sum(map(len, QUERIES)) == flat.counters["looked_up"]
@@ -49,6 +51,28 @@ def test_fewer_cells_score_fewer_keys(prepared):
     assert "agreed_with_flat" not in plain.counters
     # The copy of the keys that lies in cells is counted: centres, keys and entry numbers of each codebook.
     assert two.nbytes() == made.cache().nbytes() + 3 * 2 * (16 * 16 * 4 + 64 * 16 * 4 + 64 * 8)
+
+
+@pytest.mark.parametrize(("layout", "entries"), [("pooled", "model"), ("shared", "int8")])
+def test_ivf_finds_what_two_levels_find(prepared, layout, entries):
+    pytest.importorskip("faiss")
+    made = prepared(TRACES, 64, layout=layout, entries=entries)
+    method = replace(made.method, lookup="two_level", cells=16, probe=4, recall=True)
+    two, ivf = made.cache(method), made.cache(replace(method, lookup="ivf"))
+    torch.testing.assert_close(made.logits(QUERIES, ivf), made.logits(QUERIES, two), rtol=0, atol=1e-5)
+    assert ivf.counters == two.counters
+    books, width = (2, 16) if layout == "pooled" else (1, 6 * 16)
+    wide = 64 * width * 4 if entries == "int8" else 0  # keys that were rounded are compared as float32
+    cells = sum(len(index.centres) for layer in two.layers for index in layer.sources[0].lookup.index)
+    expected = 3 * books * (64 * (2 * width + 8) + wide) + cells * width * 4
+    assert ivf.nbytes() == made.cache().nbytes() + expected
+
+
+def test_ivf_needs_faiss(prepared, monkeypatch):
+    made = prepared(TRACES, 20, layout="pooled")
+    monkeypatch.setattr(InvertedLists, "suits", staticmethod(lambda keys: False))
+    with pytest.raises(UserError, match=r"use method\.lookup=two_level"):
+        made.cache(replace(made.method, lookup="ivf"))
 
 
 def test_the_default_number_of_cells(prepared):

@@ -8,6 +8,7 @@ gathering the keys of m cells would copy them, and padding cells to one size wou
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,23 @@ class TwoLevelIndex:
         entries = torch.argsort(member, stable=True)
         offsets = [0, *sizes[sizes > 0].cumsum(0).tolist()]
         return cls(centres[sizes > 0].contiguous(), keys[entries].contiguous(), entries, tuple(offsets))
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor held."""
+        return [self.centres, self.keys, self.entries]
+
+    def probe_for(self, x: Tensor, recall: float) -> int:
+        """Return the fewest cells to search so that a share `recall` of the queries `x [n, d]` finds its key.
+
+        Found means what flat lookup finds. It holds for queries like these, so take some that built nothing.
+        """
+        x = x.to(self.keys.dtype)
+        row = torch.cat([(part @ self.keys.T).argmax(1) for part in x.split(1024)])
+        ends = torch.tensor(self.offsets[1:], device=x.device)
+        cell = torch.searchsorted(ends, row, right=True)
+        near = x @ self.centres.T
+        better = (near > near.gather(1, cell[:, None])).sum(1)  # cells that are searched before the right one
+        return int(better.sort().values[max(0, math.ceil(recall * len(x)) - 1)]) + 1
 
     def search(self, x: Tensor, probe: int = 16) -> tuple[Tensor, int]:
         """Find for each query of `x [n, d]` the best key among its `probe` best cells.

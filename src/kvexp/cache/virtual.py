@@ -45,12 +45,18 @@ class Virtual:
         return self
 
     def state(self, call: Call, layer: DenseLayer) -> tuple[torch.Tensor, torch.Tensor]:
-        """Look up every query token's state; padded tokens get one too, which nothing reads."""
+        """Look up every real query token's state; pads get zeros, which nothing reads."""
         call.padding.refuse_inside(0, self.seen)
-        query = self.lookup.key_queries(call, layer.q_positions)
-        batch, heads, length, width = query.shape
-        a, s = self.lookup.find(query.transpose(1, 2).reshape(batch * length, heads, width))
-        real = batch * length - call.padding.pads(layer.seen - length, layer.seen)
-        self.counters["looked_up"] = self.counters.get("looked_up", 0) + real
+        query = self.lookup.key_queries(call, layer.q_positions).transpose(1, 2)
+        batch, length, heads, width = query.shape
+        padded = call.padding.pads(layer.seen - length, layer.seen) > 0
+        real = call.padding.at(layer.q_slots) if padded else None
+        x = query.reshape(batch * length, heads, width) if real is None else query[real]
+        a, s = self.lookup.find(x)
+        self.counters["looked_up"] = self.counters.get("looked_up", 0) + len(x)
+        if real is not None:
+            every_a, every_s = a.new_zeros(batch, length, *a.shape[1:]), s.new_zeros(batch, length, heads)
+            every_a[real], every_s[real] = a, s
+            a, s = every_a, every_s
         a = a.view(batch, length, heads, -1).transpose(1, 2)
         return a, s.view(batch, length, heads).transpose(1, 2)

@@ -38,20 +38,23 @@ class StateErrorMeter:
         """Observe one layer; padded tokens are left out."""
         index, lookup = call.layer_index, self.lookups[call.layer_index]
         query = lookup.key_queries(call, layer.q_positions)
-        batch, heads, length, width = query.shape
-        found_a, found_s = lookup.find(query.transpose(1, 2).reshape(batch * length, heads, width))
-        found_a = found_a.view(batch, length, heads, -1).transpose(1, 2)
-        found_s = found_s.view(batch, length, heads).transpose(1, 2)
-        exact, _ = merge_states(*before[0], *local)
-        ours, _ = merge_states(found_a.to(exact.dtype), found_s, *local)
         real = call.padding.at(layer.q_slots)
-        keep = torch.ones(batch, length, dtype=torch.bool) if real is None else real
-        gap = (ours - exact).transpose(1, 2).flatten(2).norm(dim=-1)[keep]
-        size = exact.transpose(1, 2).flatten(2).norm(dim=-1)[keep]
+        every = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
+        keep = every if real is None else real
+
+        def kept(x: torch.Tensor) -> torch.Tensor:
+            """The real tokens of [B, Hq, T, ...] as [n, Hq, ...]."""
+            return x.transpose(1, 2)[keep]
+
+        found_a, found_s = lookup.find(kept(query))
+        exact = kept(merge_states(*before[0], *local)[0])
+        ours, _ = merge_states(found_a.to(exact.dtype), found_s, kept(local[0]), kept(local[1]))
         error = self.layers[index]
         error.tokens += int(keep.sum())
-        error.relative += float((gap / size).sum())
-        error.log_z += float((found_s - before[0][1]).abs().mean(1)[keep].sum())
+        error.relative += float(
+            ((ours - exact).flatten(1).norm(dim=-1) / exact.flatten(1).norm(dim=-1)).sum()
+        )
+        error.log_z += float((found_s - kept(before[0][1])).abs().mean(1).sum())
 
     def relative_errors(self) -> list[float]:
         """Mean relative error of each layer, in layer order."""

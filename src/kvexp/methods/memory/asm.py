@@ -52,7 +52,8 @@ class ASM(Method):
     slope: the first-order term of log Z in that offset, from the mean attended key of each entry.
     entries: numbers are kept in the model's dtype or as `int8` with a scale per vector.
     lookup: `flat`, or `two_level` with `cells` first-level cells (null: 64 up to K = 4,096, then 128), of
-    which `probe` are searched; recall=true also searches flat and reports agreement.
+    which `probe` are searched, or `ivf`, the same by FAISS, which is the fast one for decoding on a CPU;
+    recall=true also searches flat and reports agreement.
     bos_in_query: put BOS before a query.
     """
 
@@ -85,7 +86,7 @@ class ASM(Method):
     ridge: float = 0.1
     slope: bool = False
     entries: Literal["model", "int8"] = "model"
-    lookup: Literal["flat", "two_level"] = "flat"
+    lookup: Literal["flat", "two_level", "ivf"] = "flat"
     cells: int | None = None
     probe: int = 16
     recall: bool = False

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from kvexp.attention.function import Call
 from kvexp.attention.rope import rotate
+from kvexp.errors import UserError
 from kvexp.methods.memory.states import LayerMemory
+from kvexp_kernels.lookup.lists import InvertedLists
 from kvexp_kernels.lookup.reference import lookup_flat
 from kvexp_kernels.lookup.two_level import TwoLevelIndex
 
@@ -46,7 +49,7 @@ def log_z_shift(offset: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
 
 
 class LayerLookup:
-    """Lookups in one layer's memory: flat, or two-level over contiguous cells of keys."""
+    """Lookups in one layer's memory: flat, or two-level over contiguous cells of keys (`ivf`: by FAISS)."""
 
     def __init__(
         self, memory: LayerMemory, model: Any, layer_index: int, method: Any, counters: dict[str, int]
@@ -54,16 +57,27 @@ class LayerLookup:
         self.memory, self.model, self.layer_index, self.method = memory, model, layer_index, method
         self.counters = counters
         self.entries = memory.keys.shape[1]
-        self.index: list[TwoLevelIndex] | None = None
-        if method.lookup == "two_level":
+        self.wide: list[torch.Tensor] = []  # float32 keys, where the memory's own are something else
+        self.index: Sequence[TwoLevelIndex | InvertedLists] | None = None
+        if method.lookup != "flat":
             cells = method.cells or (64 if self.entries <= 4096 else 128)
-            keys = memory.keys.float() * (1 if memory.key_scale is None else memory.key_scale[..., None])
-            self.index = [TwoLevelIndex.build(k, min(cells, len(k)), seed=0) for k in keys]
+            keys = memory.keys.float()
+            if memory.key_scale is not None:
+                keys = keys * memory.key_scale[..., None]
+            self.index = built = [TwoLevelIndex.build(k, min(cells, len(k)), seed=0) for k in keys]
+            if method.lookup == "ivf":
+                if not InvertedLists.suits(keys):
+                    raise UserError(
+                        "method.lookup=ivf needs the package faiss-cpu and a model on the CPU: install it, or"
+                        " use method.lookup=two_level"
+                    )
+                self.index = [InvertedLists(index, k) for index, k in zip(built, keys, strict=True)]
+                self.wide = [] if keys.data_ptr() == memory.keys.data_ptr() else [keys]
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors held for lookups; two-level search has its own copy of the keys, in cells."""
+        """The tensors held for lookups; cells have a copy of the keys of their own (ivf: in float16)."""
         index = self.index or ()
-        return self.memory.used() + [t for i in index for t in (i.centres, i.keys, i.entries)]
+        return self.memory.used() + self.wide + [t for i in index for t in i.tensors()]
 
     def key_queries(self, call: Call, positions: torch.Tensor) -> torch.Tensor:
         """Return the queries in the space of the keys, before whitening."""
