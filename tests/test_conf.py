@@ -26,7 +26,7 @@ for corpus in (CONF / "calibration").glob("*.yaml"):
         NEEDED[corpus.stem] = ["method=triattention"]
 for method in (CONF / "method").glob("*.yaml"):
     if instantiate.build("method", method.stem, yaml.safe_load(method.read_text())).needs_query:
-        NEEDED[method.stem] = ["task=passkey"]  # the default task asks many on one context
+        NEEDED[method.stem] = ["task=state_change"]  # the default task asks many on one context
 for task in (CONF / "task").glob("*.yaml"):
     node = yaml.safe_load(task.read_text())
     if "_target_" in node and not instantiate.target("task", task.stem, node).shared_context:

@@ -134,6 +134,31 @@ def test_names_of_what_stands_for_many() -> None:
     assert [slug(name) for name in ("../a b", "ok_1.5-x", "///")] == ["a-b", "ok_1.5-x", "unnamed"]
 
 
+@pytest.mark.parametrize(
+    "task", ["passkey", "continuation", "ruler", "math500", "aime24", "aime25", "recursive_state_query"]
+)
+def test_methods_that_place_units_need_contexts_of_several(task: str) -> None:
+    for method in ("agentkvshift", "reposition", "cacheblend", "method.of"):
+        words = ["method=kivi", "method.of=reposition"] if method == "method.of" else [f"method={method}"]
+        with pytest.raises(
+            UserError, match=f"task={task} is one unit in its own place, .*: take task=locomo"
+        ):
+            one(*words, f"task={task}")
+    if task != "continuation":
+        for method in ("agentkvshift_plus", "prophetkv"):
+            with pytest.raises(UserError, match="is one unit in its own place"):
+                one(f"method={method}", f"task={task}")
+    for method in ("full", "full_recompute", "prefix_cache", "kivi"):
+        assert one(f"method={method}", f"task={task}").method.id == method
+
+
+@pytest.mark.parametrize("task", ["locomo", "ama_bench", "state_change", "intents", "trec"])
+def test_tasks_of_units_take_methods_that_place_them(task: str) -> None:
+    for method in ("agentkvshift", "reposition", "cacheblend"):
+        assert one(f"method={method}", f"task={task}").task.units
+    assert one("method=kivi", "method.of=agentkvshift", f"task={task}").method.needs_units
+
+
 def test_remarks_only_beyond_the_context() -> None:
     assert one("budget=4096").remarks() == [] and one("budget=full").remarks() == []
     assert one("method=truncate", "budget=4097").remarks() == [

@@ -160,6 +160,12 @@ def _settings(
             f" task={choices['task']} asks many on one context: take a task of questions, such as locomo, or"
             " a method that reads none, such as agentkvshift"
         )
+    if method.needs_units and task.kind != "lm_eval" and not task.units:
+        raise UserError(
+            f"method={choices['method']} reuses units of text in other places, and a context of"
+            f" task={choices['task']} is one unit in its own place, so that nothing would be wrong with it:"
+            " take task=locomo, ama_bench or state_change, or a label task such as intents"
+        )
     if task.kind == "lm_eval" and method.id != "full":
         raise UserError(
             f"method={choices['method']} cannot serve task={choices['task']}, whose prompts have no context"

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-import logging
 import os
 import signal
 import subprocess
@@ -13,36 +11,15 @@ import pytest
 import torch
 
 import helpers
+from chunks import PREFIX, SIZE, UNIT, chunk, same
 from kvexp import tiny
-from kvexp.cache import chunk_files
 from kvexp.cache.chunk_files import ChunkFiles
 from kvexp.cache.chunk_store import Chunk, ChunkStore, Exact, Parts, fingerprint
 from kvexp.errors import UserError
 
-SIZE = 2 * 2 * 3 * 4 * 5 * 4  # layers, keys and values, [3, 4, 5] float32
-
 
 def model() -> Any:
     return helpers.model("llama")
-
-
-def chunk(seed: int = 0, start: int = 2, dtype: torch.dtype = torch.float32) -> Chunk:
-    numbers = torch.Generator().manual_seed(seed)
-    layers = [
-        (torch.randn(3, 4, 5, generator=numbers).to(dtype), torch.randn(3, 4, 5, generator=numbers).to(dtype))
-        for _ in range(2)
-    ]
-    return Chunk.of(start, layers, Exact())
-
-
-def same(one: Chunk | None, other: Chunk) -> bool:
-    if one is None or (one.start, one.length) != (other.start, other.length):
-        return False
-    return all(
-        torch.equal(a, b) and a.dtype == b.dtype
-        for i in range(len(other.layers))
-        for a, b in zip(one.rows(i), other.rows(i), strict=True)
-    )
 
 
 def test_a_unit_behind_another_prefix_is_another_entry() -> None:
@@ -121,65 +98,28 @@ def test_a_codec_decides_what_is_held(tmp_path: Path) -> None:
     exact = chunk()
     small = Chunk.of(2, [exact.rows(i) for i in range(2)], Halves())
     assert small.nbytes() == SIZE // 2 + 2 * 8
-    ChunkStore(model(), 10**6, tmp_path, Halves(), "ab").put((), (1,), small)
-    found = ChunkStore(model(), 10**6, tmp_path, Halves(), "ab").get((), (1,))
+    ChunkStore(model(), 10**6, tmp_path, Halves(), "ab").put(PREFIX, UNIT, small)
+    found = ChunkStore(model(), 10**6, tmp_path, Halves(), "ab").get(PREFIX, UNIT)
     assert found is not None
     for i in range(2):
         torch.testing.assert_close(found.rows(i)[0], exact.rows(i)[0].half().float(), atol=0, rtol=0)
-    assert ChunkStore(model(), 10**6, tmp_path, None, "ab").get((), (1,)) is None
+    assert ChunkStore(model(), 10**6, tmp_path, None, "ab").get(PREFIX, UNIT) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_another_process_finds_what_was_written(tmp_path: Path, dtype: torch.dtype) -> None:
     one = chunk(dtype=dtype)
-    ChunkStore(model(), 10**6, tmp_path, sha256="ab").put((4, 5), (6,), one)
+    ChunkStore(model(), 10**6, tmp_path, sha256="ab").put(PREFIX, UNIT, one)
     later = ChunkStore(model(), 10**6, tmp_path, sha256="ab")
-    assert same(later.get((4, 5), (6,)), one)
-    assert later.get((4, 5), (6,)) is later.get((4, 5), (6,))  # from memory
-    assert ChunkStore(model(), 10**6, tmp_path, sha256="cd").get((4, 5), (6,)) is None
-
-
-def files(folder: Path) -> tuple[Path, Path]:
-    [data] = folder.rglob("*.safetensors")
-    return data, data.with_suffix(".json")
-
-
-def damage(kind: str, data: Path, note: Path) -> None:
-    content = bytearray(data.read_bytes())
-    if kind == "flipped bit":
-        content[-1] ^= 1
-        data.write_bytes(content)
-    elif kind == "cut":
-        data.write_bytes(content[: len(content) // 2])
-    elif kind == "gone":
-        data.unlink()
-    elif kind == "note cut":
-        note.write_bytes(note.read_bytes()[:20])
-    else:
-        note.write_text(json.dumps({**json.loads(note.read_text()), "codec": "other"}))
-
-
-@pytest.mark.parametrize("kind", ["flipped bit", "cut", "gone", "note cut", "other codec"])
-def test_a_damaged_file_is_told_and_rebuilt(
-    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    ChunkStore(model(), 10**6, tmp_path, sha256="ab").put((), (1,), chunk())
-    damage(kind, *files(tmp_path))
-    store = ChunkStore(model(), 10**6, tmp_path, sha256="ab")
-    with caplog.at_level(logging.WARNING):
-        assert store.get((), (1,)) is None
-    assert "is damaged" in caplog.text and "its unit is encoded anew" in caplog.text
-    assert store.counts["damaged"] == 1 and store.counts["misses"] == 1
-    assert not [*tmp_path.rglob("*.json")]
-    store.put((), (1,), chunk())
-    again = ChunkStore(model(), 10**6, tmp_path, sha256="ab")
-    assert same(again.get((), (1,)), chunk()) and again.counts["damaged"] == 0
+    assert same(later.get(PREFIX, UNIT), one)
+    assert later.get(PREFIX, UNIT) is later.get(PREFIX, UNIT)  # from memory
+    assert ChunkStore(model(), 10**6, tmp_path, sha256="cd").get(PREFIX, UNIT) is None
 
 
 WRITER = """
 import os, signal, sys
 from pathlib import Path
-import test_chunk_store as t
+import chunks as t
 from kvexp.cache import chunk_files
 from kvexp.cache.chunk_files import ChunkFiles
 
@@ -217,37 +157,3 @@ def test_a_writer_that_is_killed_leaves_nothing_that_looks_whole(tmp_path: Path,
     assert names == {".lock", "old.json", "old.safetensors"}
     later.write("new", chunk(2))
     assert same(ChunkFiles(tmp_path, 10**6).read("new", Exact()), chunk(2))
-
-
-def test_on_disk_the_least_recently_used_leave_too(tmp_path: Path) -> None:
-    store = ChunkFiles(tmp_path, 10**6)
-    for number, name in enumerate("abc"):
-        store.write(name, chunk(number))
-        os.utime(tmp_path / f"{name}.json", ns=(number, number))
-    size = (tmp_path / "a.safetensors").stat().st_size
-    small = ChunkFiles(tmp_path, 3 * size)
-    assert small.read("a", Exact()) is not None  # b is now the oldest
-    small.write("d", chunk(4))
-    assert {path.stem for path in tmp_path.glob("*.safetensors")} == {"a", "c", "d"}
-    assert {path.stem for path in tmp_path.glob("*.json")} == {"a", "c", "d"}
-
-
-def test_a_file_that_is_being_written_is_read_once_it_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A reader that meets new data beside an old manifest looks again behind the writer's lock."""
-    store = ChunkFiles(tmp_path, 10**6)
-    store.write("a", chunk(1))
-    old = (tmp_path / "a.json").read_bytes()
-    store.write("a", chunk(2))
-    new = (tmp_path / "a.json").read_bytes()
-    (tmp_path / "a.json").write_bytes(old)
-
-    lock = chunk_files.file_lock
-
-    def finished(path: Path) -> Any:
-        (tmp_path / "a.json").write_bytes(new)
-        return lock(path)
-
-    monkeypatch.setattr(chunk_files, "file_lock", finished)
-    assert same(store.read("a", Exact()), chunk(2)) and store.damaged == 0

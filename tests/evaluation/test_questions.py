@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from cells import cell, samples_of
+from kvexp import model
 from kvexp.cli import settings_of
 from kvexp.errors import UserError
+from kvexp.evaluation.length import warn_of_questions
 from kvexp.evaluation.questions import every, planned
 from kvexp.model import load_once
 from kvexp.prompt import Context
@@ -105,6 +108,43 @@ def test_a_run_that_lacks_its_record_alone_tells_what_the_method_did(words: str,
     for name in ("entries_peak", "context_tokens", "storage"):
         assert again["cache"][name] == first["cache"][name]
     assert 0 < again["cache"]["evicted"] <= first["cache"]["evicted"]
+
+
+@pytest.mark.parametrize(
+    ("words", "beyond", "told"),
+    [
+        (PASSKEY[:-1], "prompt", "lower task.context_tokens"),
+        (DFS, "prompt", "lower task.steps"),
+        (DFS, "answer", "lower task.max_new_tokens"),
+    ],
+)
+def test_prompts_beyond_the_model_are_said(
+    words: tuple[str, ...], beyond: str, told: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    settings = small(tmp_path, *words, "method=full")
+    loaded = load_once(settings.model)
+    questions = settings.load_task(loaded.tokenizer).questions
+    longest = max(len(q.context) + len(q.query_ids) + q.max_new_tokens for q in questions)
+    limit = longest - 1
+    if beyond == "prompt":
+        limit = max(len(q.context) + len(q.query_ids) for q in questions) - 1
+    for fits in (longest, None):
+        warn_of_questions(dataclasses.replace(loaded, context_limit=fits), settings.task, questions)
+    assert not caplog.messages
+    warn_of_questions(dataclasses.replace(loaded, context_limit=limit), settings.task, questions)
+    assert caplog.messages == [
+        f"texts of up to {longest} tokens exceed the {limit} that this model was made for: {told}"
+    ]
+
+
+def test_a_run_says_that_its_prompts_are_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = small(tmp_path, *PASSKEY[:-1], "method=full")
+    loaded = dataclasses.replace(load_once(settings.model), context_limit=150)
+    monkeypatch.setattr(model, "load_once", lambda spec, **more: loaded)
+    run(settings)
+    assert "exceed the 150 that this model was made for: lower task.context_tokens" in caplog.text
 
 
 def test_batches_hold_one_context_or_contexts_of_like_length() -> None:

@@ -15,11 +15,11 @@ from kvexp.evaluation.questions import planned
 from kvexp.prompt import Context
 from kvexp.run import run
 
-PASSKEY = ("task=passkey", "task.context_tokens=200", "task.n=2", "task.n_facts=2", "model=tiny-llama")
+NOTES = ("task=state_change", "task.n=2", "task.names=2", "task.changes=2", "model=tiny-llama")
 
 
 def small(folder: Path, *words: str) -> Any:
-    [settings] = settings_of([*PASSKEY, "logger=none", f"output_dir={folder}", *words])
+    [settings] = settings_of([*NOTES, "logger=none", f"output_dir={folder}", *words])
     return settings
 
 
@@ -60,7 +60,8 @@ def test_the_store_is_shared_by_the_contexts_of_a_run_and_on_disk_by_runs(tmp_pa
     assert first["store_hits"] > 0  # the second question on a context
     again = run(small(tmp_path, *words, "resume=false"))["cache"]
     assert again["store_misses"] == 0
-    assert again["store_hits"] == 8  # header and text, of four questions
+    assert again["store_hits"] == 12  # the three notes of each of four questions
+    assert again["hit_rate"] == 1.0
     assert [*(tmp_path / "store").glob("chunks-*/*.safetensors")]
 
 

@@ -48,8 +48,31 @@ def test_a_declared_counter_at_zero_is_an_error(cache: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("cache", [{"reused": 9}, {"recomputed": 9}, {"reused": 9, "recomputed": 0}])
 def test_a_method_without_a_budget_has_to_count_whatever_the_context(cache: dict[str, int]) -> None:
-    with pytest.raises(NothingHappened, match="cacheblend declares"):
+    with pytest.raises(NothingHappened, match="cacheblend declares") as caught:
         check_counters(REUSE, Budget(None), {"context_tokens": 65, **cache})
+    assert "budget" not in str(caught.value) and "bypassed" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cache", "told"),
+    [
+        (
+            {"reused": 0, "recomputed": 9, "reusable": 9},
+            "every token of units this short was recomputed, lower",
+        ),
+        ({"reused": 9, "recomputed": 0, "reusable": 9}, "no token of the units was recomputed, raise"),
+        ({"reused": 0, "recomputed": 0, "reusable": 0}, "no context holds a unit of text, take a task whose"),
+    ],
+)
+def test_a_method_of_reuse_is_told_what_to_change(cache: dict[str, int], told: str) -> None:
+    with pytest.raises(NothingHappened, match=told):
+        check_counters(REUSE, Budget(None), {"context_tokens": 65, **cache})
+
+
+def test_any_other_method_without_a_budget_was_bypassed() -> None:
+    method: Any = SimpleNamespace(id="kivi", expects=("quantised",), uses_budget=False)
+    with pytest.raises(NothingHappened, match=r"counts 'quantised', .*: the method was bypassed .* 65"):
+        check_counters(method, Budget(None), {"context_tokens": 65, "quantised": 0})
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,8 @@ def test_a_memory_counts_its_entries_bytes_and_lookups(tmp_path: Path) -> None:
 
 
 def test_shares_of_reuse_are_over_all_contexts() -> None:
-    counters = {"reusable": 300, "unit_tokens": 100, "recomputed": 45, "union": 19}
-    assert shares(counters) == {"recomputed_share": 0.15, "union_share": 0.19}
+    counters = {"reusable": 300, "unit_tokens": 100, "recomputed": 45, "union": 19, "found": 60}
+    assert shares(counters) == {"recomputed_share": 0.15, "union_share": 0.19, "hit_rate": 0.6}
     assert total_usage([{**SIZES, **counters}])["union_share"] == 0.19
     assert shares({"evicted": 3}) == {} and shares({"reusable": 0, "unit_tokens": 0}) == {}
 

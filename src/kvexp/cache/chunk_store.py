@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvexp.cache.chunk_files import ChunkFiles
 
 Parts = Mapping[str, torch.Tensor]  # what a codec makes of one layer's rows
-FORMAT = 1
+FORMAT = 2
 
 
 class Codec(Protocol):
@@ -80,7 +80,11 @@ class Chunk:
 
     def nbytes(self) -> int:
         """Bytes of all parts."""
-        return sum(t.numel() * t.element_size() for parts in self.layers for t in parts.values())
+        return sum(map(self.layer_bytes, range(len(self.layers))))
+
+    def layer_bytes(self, layer: int) -> int:
+        """Bytes of the parts of a layer, as they are stored."""
+        return sum(t.numel() * t.element_size() for t in self.layers[layer].values())
 
 
 class ChunkStore:
@@ -138,9 +142,9 @@ class ChunkStore:
         key = self.key(prefix, unit, exact)
         found = self._held.get(key)
         if found is not None:
-            self._held.move_to_end(key)
+            self._touch(key)
         elif self.files is not None:
-            found = self.files.read(key, self.codec_for(exact))
+            found = self.files.read(key, self.codec_for(exact), (len(prefix), len(unit)))
             self.counts["damaged"] = self.files.damaged
             if found is not None:
                 self._hold(key, found)
@@ -150,12 +154,26 @@ class ChunkStore:
     def put(self, prefix: Sequence[int], unit: Sequence[int], chunk: Chunk, exact: bool = False) -> None:
         """Keep a chunk; those that were used least recently leave where the capacity is exceeded.
 
-        A chunk that is larger than the capacity is not kept.
+        Its first row is at the position len(`prefix`). One that is larger than the capacity is not kept.
         """
         key = self.key(prefix, unit, exact)
         self._hold(key, chunk)
         if self.files is not None:
             self.files.write(key, chunk)
+
+    def touch(self, prefix: Sequence[int], unit: Sequence[int]) -> None:
+        """Make a chunk the one that was used last, in memory and on disk; no look-up is counted."""
+        self._touch(self.key(prefix, unit))
+
+    def _touch(self, key: str) -> None:
+        if key in self._held:
+            self._held.move_to_end(key)
+        if self.files is not None:
+            self.files.touch(key)
+
+    def size(self, chunk: Chunk) -> int:
+        """Bytes of the capacity that a chunk takes, in memory or on disk, whichever are more."""
+        return chunk.nbytes() if self.files is None else max(chunk.nbytes(), self.files.size(chunk))
 
     def nbytes(self) -> int:
         """Bytes held in memory."""

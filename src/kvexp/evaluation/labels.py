@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from kvexp.budget import Budget
+from kvexp.evaluation.length import warn_of_length
 from kvexp.measure.answered import Answered
 from kvexp.measure.decay import prefix_decay
 from kvexp.measure.timing import Stopwatch
@@ -35,7 +36,8 @@ def answer(
 ) -> Answered:
     """Encode, query and measure a task with labels."""
     context = context_of(settings, task)
-    _warn_of_length(loaded, task, context)
+    queries = max(len(document.query_ids) for document in task.documents)
+    warn_of_length(loaded, len(context) + queries + task.max_new_tokens)
     _tell_empty(settings, context)
     session = Session(loaded, settings.method, memory, settings.budget, watch)
     with settings.method.attach(loaded.model, memory):
@@ -47,16 +49,6 @@ def answer(
         usage |= {name: value for name, value in memory.manifest.items() if name.startswith("cost_")}
     fidelity = fidelity_summary(samples, decay) if settings.fidelity else None
     return Answered(label_metrics(samples), usage, fidelity, session.decoded, task.data_sha256)
-
-
-def _warn_of_length(loaded: Any, task: TaskSet, context: Context) -> None:
-    longest = len(context) + max(len(document.query_ids) for document in task.documents) + task.max_new_tokens
-    if longest > (loaded.context_limit or longest):
-        log.warning(
-            "texts of up to %d tokens exceed the %d that this model was made for: lower task.context_tokens",
-            longest,
-            loaded.context_limit,
-        )
 
 
 def _tell_empty(settings: Settings, context: Context) -> None:

@@ -12,6 +12,7 @@ import torch
 from kvexp.budget import Budget
 from kvexp.cache.kv_cache import KVCache
 from kvexp.errors import UserError
+from kvexp.evaluation.length import warn_of_questions
 from kvexp.measure.answered import Answered
 from kvexp.measure.timing import Stopwatch
 from kvexp.measure.usage import cache_usage, total_usage
@@ -49,6 +50,7 @@ def answer(
             "fidelity=true compares along known answers, and this task has none: leave it out, or take"
             " task=continuation"
         )
+    warn_of_questions(loaded, settings.task, task.questions)
     session = Session(loaded, settings.method, memory, settings.budget, watch)
     run = Run(settings, session, task)
     apart = settings.method.needs_query

@@ -53,8 +53,25 @@ def check_counters(method: Any, budget: Budget, cache: dict[str, Any]) -> None:
     if method.uses_budget and (budget.rows is None or cache["context_tokens"] <= budget.rows):
         return
     for name in method.expects:
-        if not cache.get(name, 0):
+        if cache.get(name, 0):
+            continue
+        if not method.uses_budget:
+            why = _why_nothing(name, cache)
             raise NothingHappened(
-                f"{method.id} declares that it counts '{name}' when the context ({cache['context_tokens']} "
-                f"tokens) exceeds the budget ({budget}), but nothing was counted: the method was bypassed"
+                f"{method.id} declares that it counts '{name}', but nothing was counted: {why}"
             )
+        raise NothingHappened(
+            f"{method.id} declares that it counts '{name}' when the context ({cache['context_tokens']} "
+            f"tokens) exceeds the budget ({budget}), but nothing was counted: the method was bypassed"
+        )
+
+
+def _why_nothing(name: str, cache: dict[str, Any]) -> str:
+    """Say why a method without a budget counted nothing, and what to change."""
+    if name in ("reused", "recomputed") and cache.get("reusable") == 0:
+        return "no context holds a unit of text, take a task whose contexts do, such as state_change"
+    if name == "reused":
+        return "every token of units this short was recomputed, lower method.recompute or take longer units"
+    if name == "recomputed":
+        return "no token of the units was recomputed, raise method.recompute"
+    return f"the method was bypassed in contexts of up to {cache['context_tokens']} tokens"

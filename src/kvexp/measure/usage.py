@@ -52,21 +52,23 @@ def total_usage(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def shares(counters: Mapping[str, Any]) -> dict[str, float]:
-    """Return what reuse really refreshed, over all contexts, as shares of the tokens of units.
+    """Return what reuse really found and refreshed, over all contexts, as shares of the tokens of units.
 
     `recomputed_share`: tokens times layers that were computed; `union_share`: tokens that were chosen,
-    whatever they were chosen for. Nothing where no token could be reused.
+    whatever they were chosen for; `hit_rate`: tokens that the store held. Nothing where no token could be
+    reused.
     """
     if not (counters.get("reusable") and counters.get("unit_tokens")):
         return {}
     return {
         "recomputed_share": round(counters["recomputed"] / counters["reusable"], 4),
         "union_share": round(counters["union"] / counters["unit_tokens"], 4),
+        "hit_rate": round(counters.get("found", 0) / counters["unit_tokens"], 4),
     }
 
 
 COUNTERS = (
     *("evicted", "quantised", "looked_up", "reused", "recomputed", "reusable", "unit_tokens", "union"),
     "prompt_competed",
-    *("check_rows", "question_rows", "moved_bytes", "store_hits", "store_misses"),
+    *("check_rows", "question_rows", "moved_bytes", "store_hits", "store_misses", "found"),
 )

@@ -67,6 +67,7 @@ class Method:
     needs_full_layer: ClassVar[bool] = False  # needs a layer that attends to the whole context
     exact: ClassVar[bool] = True  # whether it equals full attention when the budget holds everything
     needs_query: ClassVar[bool] = False  # `encode` takes what will be asked, `query`, and works for it alone
+    needs_units: ClassVar[bool] = False  # serves only tasks whose contexts are made of several units of text
     uses_budget: ClassVar[bool] = True  # else every budget is the same cell, `full`
     expects: ClassVar[
         tuple[str, ...]

@@ -53,6 +53,7 @@ class AmaBench(Task):
     kind: ClassVar[str] = "questions"
     shared_context: ClassVar[bool] = False
     known_answers: ClassVar[bool] = True
+    units: ClassVar[bool] = True
 
     notes: NotesKind = field(default_factory=AMem)
     k: int = 10
@@ -67,6 +68,11 @@ class AmaBench(Task):
         for knob in ("k", "n", "max_new_tokens"):
             at_least(f"task.{knob}", getattr(self, knob), 1)
         at_least("task.step_tokens", self.step_tokens, 16)
+        if self.domains is not None and not self.domains:
+            raise UserError(
+                "task.domains=[] allows no question: set task.domains=[game,web], or null for all of them"
+            )
+        self._judge()  # an endpoint that is not there is told before anything loads
 
     def load(
         self,

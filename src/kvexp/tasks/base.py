@@ -91,13 +91,15 @@ class Task(ABC):
     `id` is the name in `task=`; `kind` the way it is run: "labels" (scored over a set of labels),
     "questions" (answered by free generation), "continuation" (a text that goes on) or "lm_eval" (run by
     lm-eval); `shared_context` whether one context serves all queries; `known_answers` whether each question
-    has a text along which distributions can be compared ("questions" alone).
+    has a text along which distributions can be compared ("questions" alone); `units` whether contexts are
+    made of several units of text (notes, demonstrations), which could be encoded one by one.
     """
 
     id: ClassVar[str]
     kind: ClassVar[str]
     shared_context: ClassVar[bool]
     known_answers: ClassVar[bool] = False
+    units: ClassVar[bool] = False
 
     @abstractmethod
     def load(

@@ -123,6 +123,7 @@ class LabelTask(Task):
 
     kind: ClassVar[str] = "labels"
     shared_context: ClassVar[bool] = True
+    units: ClassVar[bool] = True
     query_word: ClassVar[str] = "Query"
     answer_word: ClassVar[str] = "Intent"
     header: ClassVar[str]

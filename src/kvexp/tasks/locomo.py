@@ -52,6 +52,7 @@ class Locomo(Task):
     kind: ClassVar[str] = "questions"
     shared_context: ClassVar[bool] = False
     known_answers: ClassVar[bool] = True
+    units: ClassVar[bool] = True
 
     notes: NotesKind = field(default_factory=AMem)
     k: int = 10

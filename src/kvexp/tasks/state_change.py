@@ -61,6 +61,7 @@ class StateChange(Task):
     kind: ClassVar[str] = "questions"
     shared_context: ClassVar[bool] = False
     known_answers: ClassVar[bool] = True
+    units: ClassVar[bool] = True
 
     n: int = 10
     names: int = 8

@@ -13,6 +13,7 @@ from agentkvshift_reference import reference
 from kvexp.errors import UserError
 from kvexp.methods.reuse.agentkvshift import AgentKVShift
 from kvexp.methods.reuse.agentkvshift_plus import AgentKVShiftPlus
+from kvexp.methods.storage.kivi import Kivi
 from kvexp.prompt import Context
 from reuse_reference import Reference, assert_same
 
@@ -128,8 +129,9 @@ def test_counters_add_up() -> None:
         "check_rows": 2 * (tokens - union),
         "question_rows": 0,
         "moved_bytes": report.moved_bytes,
-        "store_hits": 3,  # the header, behind each unit and in its own place
-        "store_misses": 4,
+        "store_hits": 0,
+        "store_misses": 3,  # the units; headers are not counted
+        "found": 0,
     }
     assert report.share == pytest.approx((2 * tokens + union) / (layers * tokens))
     assert report.union_share == pytest.approx(union / tokens)
@@ -145,6 +147,27 @@ def test_union_matches_the_two_divergence_sets() -> None:
         assert encoded(method).report.union == twice
 
 
+@pytest.mark.parametrize("check", [1, 2])
+def test_a_matched_union_changes_the_number_of_probes_alone(
+    check: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check layer that only counts leaves no row behind."""
+    knobs: dict[str, Any] = {"recompute": "0.25", "encoded": "alone", "check": check}
+    ref = placed("llama", "alone")
+    with torch.no_grad():
+        _, union = reference(AgentKVShift(**knobs), ref, QUERY)
+    counts = {len(unit): len(set(unit) & set(union)) for unit in ref.units}
+    query: dict[str, Any] = {**knobs, "probes": "query", "sets": "shared", "weights": "none", "drift": 5.0}
+    ours = encoded(AgentKVShift(**query, match="union"))
+    monkeypatch.setattr(AgentKVShift, "count", lambda self, tokens: counts[tokens])
+    plain = encoded(AgentKVShift(**query))
+    assert ours.report.union == plain.report.union == sum(counts.values()) > 3 + 2 + 3
+    for mine, theirs in zip(ours.layers, plain.layers, strict=True):
+        assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.values, theirs.values)
+    assert ours.report.written == plain.report.written
+    assert ours.report.computed == [26] * (check + 1) + plain.report.computed[check + 1 :]
+
+
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
@@ -152,7 +175,12 @@ def test_union_matches_the_two_divergence_sets() -> None:
         ({"recompute": "1.5"}, "write a share above 0"),
         ({"recompute": "some"}, "is no share"),
         ({"recompute": "1/0"}, "is no share"),
+        ({"recompute": "1e-400"}, "write a share above 0"),
         ({"check": -1}, "use 0 or more"),
+        ({"check": 0}, "rows of layer 0 depend on the token alone: use"),
+        ({"check": 0, "probes": "query"}, "check=0 measures nothing"),  # weights are distances there
+        ({"check": 0, "probes": "query", "weights": "none", "match": "union"}, "check=0 measures nothing"),
+        ({"check": 0, "probes": "query", "weights": "none", "drift": 0.9}, "check=0 measures nothing"),
         ({"first": -1}, "use 0 or more"),
         ({"clip": 0.0}, "above 0"),
         ({"drift": -1.0}, "above 0"),
@@ -163,6 +191,8 @@ def test_union_matches_the_two_divergence_sets() -> None:
 def test_knobs_out_of_range_are_refused(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         AgentKVShift(**knobs)
+    if knobs.get("check") == 0:
+        assert AgentKVShift(**knobs, stored=Kivi()).check == 0  # what the store lost stands in layer 0 too
 
 
 def test_a_check_layer_that_the_model_lacks_is_refused() -> None:
@@ -176,8 +206,29 @@ def test_the_question_is_needed_where_probes_depend_on_it() -> None:
     assert AgentKVShiftPlus().needs_query and not AgentKVShift().needs_query
     with pytest.raises(UserError, match="agentkvshift_plus chooses tokens by the question"):
         AgentKVShiftPlus().encode(helpers.model("llama"), CONTEXT)
+    with pytest.raises(UserError, match="agentkvshift_plus chooses tokens by the question"):
+        AgentKVShiftPlus().encode(helpers.model("llama"), CONTEXT, query=())
     with pytest.raises(ValueError, match="2 contexts need one query"):
         AgentKVShiftPlus().encode(helpers.model("llama"), [CONTEXT, CONTEXT], query=[QUERY])
+
+
+def test_tensors_of_one_axis_stand_for_ids() -> None:
+    model, method = helpers.model("llama"), AgentKVShiftPlus(recompute="0.3")
+    given, asked = torch.tensor(IDS[:9]), torch.tensor(QUERY)
+    pairs: list[tuple[Any, Any, Any, Any]] = [
+        (IDS[:9], QUERY, given, asked),
+        (CONTEXT, QUERY, CONTEXT, asked),
+        ([CONTEXT, CONTEXT], [QUERY, QUERY], [CONTEXT, CONTEXT], [asked, asked]),
+        ([CONTEXT, CONTEXT], [QUERY, QUERY], [CONTEXT, CONTEXT], torch.stack([asked, asked]).unbind()),
+    ]
+    for context, query, as_tensor, asked_as_tensor in pairs:
+        plain = method.encode(model, context, query=query)
+        same = method.encode(model, as_tensor, query=asked_as_tensor)
+        assert all(torch.equal(a.keys, b.keys) for a, b in zip(plain.layers, same.layers, strict=True))
+    with pytest.raises(UserError, match=r"a query is a list of token ids, .* shape \(1, 4\).*ids\[0\]"):
+        method.encode(model, CONTEXT, query=asked[None])
+    with pytest.raises(UserError, match=r"a context is a list of token ids, .* shape \(1, 9\)"):
+        method.encode(model, given[None], query=QUERY)
 
 
 def test_a_context_without_units_is_its_header() -> None:

@@ -43,6 +43,13 @@ def test_a_share_is_an_exact_fraction(written: Any, share: Fraction, text: str) 
     assert method == CacheBlend(recompute=text)  # one cell, however it is written
 
 
+@pytest.mark.parametrize("written", ["1e-400", "1e-7", "1e-999999999", "1e-5%", "1e999999999", "1.01", 0.0])
+def test_a_share_that_is_no_token_of_any_text_is_refused(written: Any) -> None:
+    with pytest.raises(UserError, match="is not possible: write a share above 0"):
+        parsed(written)
+    assert parsed("1e-6") == parsed("1e-4%") == Fraction(1, 10**6)
+
+
 def test_shares_of_a_unit_are_rounded_up_without_floats() -> None:
     assert [CacheBlend(recompute="0.1").count(n) for n in (1, 10, 11, 20, 21, 110)] == [1, 1, 2, 2, 3, 11]
     assert CacheBlend(recompute="0.3").count(10) == 3  # 0.3 * 10 in floats is above 3

@@ -11,11 +11,14 @@ import pytest
 import torch
 
 import helpers
+from agentkvshift_reference import reference as divergence
 from kvexp.errors import UserError
 from kvexp.methods.reuse.agentkvshift import AgentKVShift
 from kvexp.methods.reuse.base import RepairMethod
 from kvexp.methods.reuse.cacheblend import CacheBlend
 from kvexp.methods.reuse.prophetkv import ProphetKV
+from kvexp.methods.reuse.reposition import Reposition
+from kvexp.methods.storage.kivi import Kivi
 from kvexp.prompt import Context
 from reuse_reference import Reference, assert_same
 
@@ -123,9 +126,37 @@ def test_the_union_of_two_probe_sets_can_be_matched(method: type[RepairMethod]) 
     assert ours.report.union == theirs.report.union > alone.report.union == 3 + 2 + 2
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("check", [1, 2])
+def test_prophetkv_of_a_matched_union_is_prophetkv_with_more_tokens(check: int) -> None:
+    """The check layer that only counts leaves no row behind."""
+    ref = placed("llama")
+    _, probes = divergence(AgentKVShift(recompute="0.2", encoded="alone", check=check), ref, QUERY)
+    rows = ref.best(ref.relevance(QUERY), ref.tokens, len(probes))
+    expected, hidden = ref.copy(), ref.embed([ref.ids[i] for i in rows])
+    for layer in range(ref.layers):
+        hidden = ref.pass_on(expected, rows, hidden, layer)
+    method = ProphetKV(recompute="0.2", encoded="alone", match="union", check=check)
+    cache: Any = method.encode(helpers.model("llama"), CONTEXT, query=QUERY)
+    assert_same(cache, expected)
+    tokens = len(ref.tokens)
+    assert cache.report.written == [len(rows)] * ref.layers
+    assert cache.report.computed == [tokens if layer <= check else len(rows) for layer in range(ref.layers)]
+
+
+def test_a_matched_union_restores_no_row_of_a_store_in_few_bits() -> None:
+    model = helpers.model("llama")
+    knobs: dict[str, Any] = {"encoded": "alone", "stored": Kivi(bits=2)}
+    stale = Reposition(**knobs).encode(model, CONTEXT)
+    ours: Any = ProphetKV(recompute="0.2", match="union", **knobs).encode(model, CONTEXT, query=QUERY)
+    differ = (ours.layers[0].keys != stale.layers[0].keys).any(-1).any(1)
+    assert int(differ.sum()) == ours.report.union < 26
+
+
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
+        ({"check": 0}, r"check=0 measures nothing, .*: use method\.check=1 or more"),
         ({"check": -1}, "use 0 or more"),
         ({"spread": 1.5}, "from 0 to 1"),
         ({"gradual": True, "match": "union"}, "no single union"),
@@ -136,3 +167,19 @@ def test_knobs_out_of_range_are_refused(knobs: dict[str, Any], message: str) -> 
         CacheBlend(**knobs)
     with pytest.raises(UserError, match="use 0 or more"):
         ProphetKV(check=-1)
+    with pytest.raises(UserError, match="check=0 measures nothing"):
+        ProphetKV(check=0, match="union")
+    assert ProphetKV(check=0).share == Fraction("0.1")  # nothing is checked
+
+
+def test_the_first_layer_shows_what_a_store_in_few_bits_lost() -> None:
+    """Tokens are then chosen by the error of storing them, which is far above rounding."""
+    model, stored = helpers.model("llama"), Kivi(bits=2)
+    fresh: Any = CacheBlend(recompute="1").encode(model, CONTEXT)
+    stale: Any = Reposition(stored=stored, encoded="alone").encode(model, CONTEXT)
+    ours: Any = CacheBlend(recompute="0.3", check=0, stored=stored, encoded="alone").encode(model, CONTEXT)
+    lost = (fresh.layers[0].values - stale.layers[0].values)[0].norm(dim=-1).norm(dim=0)
+    best = set(lost.argsort(descending=True, stable=True)[: count(Fraction("0.3"))].tolist())
+    changed = (ours.layers[0].values != stale.layers[0].values).any(-1).any(1)[0]
+    assert set(changed.nonzero()[:, 0].tolist()) == best
+    assert float(lost[list(best)].min()) > 1e-2

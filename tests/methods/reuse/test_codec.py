@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import helpers
+from kvexp.errors import UserError
 from kvexp.methods.reuse.agentkvshift import AgentKVShift
+from kvexp.methods.reuse.prefix_cache import PrefixCache
 from kvexp.methods.reuse.reposition import Reposition
 from kvexp.methods.storage.kivi import Kivi
 from kvexp.methods.storage.ott import Ott
@@ -59,6 +61,7 @@ def test_a_packed_store_is_smaller_in_memory_and_on_disk(tmp_path: Path) -> None
         sizes[name] = store.nbytes()
         again = reused(method, store=method.opened(model, tmp_path / name, "ab"))
         assert again.report.misses == 0
+        assert again.report.moved_bytes == sizes[name]  # each chunk is placed once, and read as it is stored
         assert torch.equal(again.layers[2].keys, first.layers[2].keys)
     rows = 3 * 2 * 2 * 16  # layers, keys and values, heads, numbers of a token
     assert sizes["exact"] == 198 * rows * 4
@@ -75,6 +78,26 @@ def test_probes_are_fresh_and_a_share_of_one_is_full() -> None:
     assert distance(reused(AgentKVShift(recompute="1", stored=stored)), full, slice(0, None)) < 1e-5
     half = reused(AgentKVShift(recompute="0.5", stored=stored))
     assert half.report.union > 96 and half.counters["reused"] > 0
+
+
+def test_a_store_of_other_rows_than_the_method_wants_is_refused() -> None:
+    model = helpers.model("llama")
+    exact, two, four = Reposition(), Reposition(stored=Kivi(bits=2)), Reposition(stored=Kivi(bits=4))
+    named = r"this chunk store holds rows as {}.*, and this reposition wants them as {}.*: open one with"
+    for method, opened, holds, wants in (
+        (two, exact, "exact", r"kivi\(bits=2"),
+        (exact, two, r"kivi\(bits=2", "exact"),
+        (two, four, r"kivi\(bits=4", r"kivi\(bits=2"),
+    ):
+        with pytest.raises(UserError, match=named.format(holds, wants)):
+            reused(method, store=opened.opened(model))
+    with pytest.raises(UserError, match=r"holds rows as kivi.*, and this prefix_cache wants them as exact"):
+        reused(PrefixCache(), store=two.opened(model))
+    assert torch.equal(reused(two, store=two.opened(model)).layers[0].keys, reused(two).layers[0].keys)
+    with pytest.raises(UserError, match=r"memory='foo' is no chunk store: open one with method\.opened"):
+        reused(exact, store="foo")
+    with pytest.raises(UserError, match="opened for another model"):
+        reused(exact, store=exact.opened(helpers.model("qwen3")))
 
 
 def test_another_number_of_bits_is_another_entry() -> None:

@@ -14,6 +14,7 @@ from helpers import FAMILIES
 from kvexp.attention.options import Options, set_options
 from kvexp.errors import UserError
 from kvexp.methods.reuse.agentkvshift import AgentKVShift
+from kvexp.methods.reuse.report import Report
 from kvexp.methods.reuse.reposition import Reposition
 from kvexp.methods.reuse.units import Encoder, earlier
 from kvexp.prompt import Context
@@ -75,6 +76,30 @@ def test_what_is_in_the_store_is_not_encoded_again() -> None:
         assert pair[0] is one or pair[0].start == one.start  # the same prefix: one entry
 
 
+def test_only_units_that_are_placed_are_counted() -> None:
+    """Not a header, and not a look-up of which nothing is placed."""
+    header, first, second = CONTEXT.header, CONTEXT.chunks[0], CONTEXT.chunks[1]
+    with Reposition().attach(helpers.model("llama")):
+        encoder = made("llama")
+
+        def counts() -> tuple[int, int, int]:
+            report = Report(3, 1)
+            encoder.report(report)
+            return report.hits, report.misses, report.found
+
+        encoder.header(header)
+        encoder.header(header)
+        assert counts() == (0, 0, 0)
+        encoder.together(header, [UNIT, first])
+        assert counts() == (0, 2, 0)
+        encoder.together(header, [UNIT, first])
+        assert counts() == (2, 2, 15 + len(first))
+        encoder.together(header, [UNIT, first, second])  # two are there, and are encoded with the third again
+        assert counts() == (2, 5, 15 + len(first))
+        encoder.behind(header, UNIT)  # the first of them stood behind the header alone
+        assert counts() == (3, 5, 30 + len(first))
+
+
 def test_earlier_prompts_hold_units_in_an_order_of_their_own() -> None:
     groups = earlier(CONTEXT, 4)
     assert sorted(i for group in groups for i in group) == list(range(6))
@@ -102,7 +127,7 @@ def test_a_store_on_disk_serves_the_next_run(tmp_path: Path) -> None:
         method.opened(model)
     first: Any = method.encode(model, CONTEXT, method.opened(model, tmp_path, "ab"))
     again: Any = method.encode(model, CONTEXT, method.opened(model, tmp_path, "ab"))
-    assert (first.report.misses, again.report.misses, again.report.hits) == (7, 0, 7)
+    assert (first.report.misses, again.report.misses, again.report.hits) == (6, 0, 6)
     for mine, theirs in zip(again.layers, first.layers, strict=True):
         assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.values, theirs.values)
     [data, *_] = tmp_path.rglob("*.safetensors")
@@ -115,6 +140,6 @@ def test_a_store_on_disk_serves_the_next_run(tmp_path: Path) -> None:
 def test_without_a_store_nothing_outlives_a_call() -> None:
     model, method = helpers.model("llama"), Reposition()
     reports: list[Any] = [method.encode(model, CONTEXT) for _ in range(2)]
-    assert [one.report.misses for one in reports] == [7, 7]
+    assert [one.report.misses for one in reports] == [6, 6]
     with pytest.raises(UserError, match="another model"):
         method.encode(helpers.model("qwen3"), CONTEXT, method.opened(model))

@@ -26,7 +26,8 @@ class AgentKVShift(RepairMethod):
     What the paper leaves open is a knob; defaults are the paper's rule where it has one.
 
     `check`: the check layer, counted from 0. In layer 0 keys and values depend on the token alone, so that
-        nothing differs there once keys have been moved exactly.
+        nothing differs there once keys have been moved exactly: 0 is for what measures nothing there, and
+        for stores in few bits, which err in that layer too.
     `probes`: chosen by `divergence` at the check layer, at `random` (from `seed` and the unit's text), or by
         what the `query` reads of the reused rows (`kvexp.methods.reuse.probes.relevance`).
     `sets`: keys and values have `separate` probes, or `shared` ones (divergence: by both distances together).
@@ -34,7 +35,9 @@ class AgentKVShift(RepairMethod):
     `weights`: `clipped` w = min(d / clip, 1), or `none`: every token gets the whole shift.
     `weights_by`: d over all heads (`joint`), or for each head on its own (`per_head`).
     `shift`: corrects `both`, `keys` or `values` alone, or `none`: then probes are only refreshed.
-    `average`: residuals of keys are averaged before rotation (`pre`) or at their positions (`post`).
+    `average`: residuals of keys are averaged before rotation (`pre`) or at their positions (`post`, which the
+        paper's formulas name). `pre` is the default here: what moved a key moved it before its rotation, and
+        turned to unlike positions equal residuals cancel in their mean.
     `mean`: over the `probes`, or over all tokens of the unit (`oracle`, by full recompute: a diagnostic).
     `shrink`: `james_stein` multiplies a mean by max(0, 1 - se^2 / |mean|^2), se its standard error, for each
         unit, head and layer; a single probe then shifts nothing.
@@ -43,7 +46,8 @@ class AgentKVShift(RepairMethod):
     `first`: so many tokens at the start of a unit are always fresh, beside its probes, and in no mean.
     `drift`: scales a unit's shift by min(1, m / drift), m its mean d_K at the check layer (over the probes,
         where nothing else was computed there); null: no scaling.
-    `match`: b is the `share`, or the `union` of the two sets that divergence would have chosen.
+    `match`: b is the `share`, or the `union` of the two sets that divergence would have chosen (found apart
+        where the method has no check layer of its own).
 
     In multi-head latent attention, keys are the shared rotated key and values the latent, which gives the
     values and the rest of the keys.
@@ -79,6 +83,8 @@ class AgentKVShift(RepairMethod):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UserError(f"method.{name}={value} is not possible: use a number above 0, such as 1.0")
+        if self.reads_all or self.match == "union" or self.drift is not None:
+            self.refuse_check_of_nothing(self.check)
 
     @property
     def needs_query(self) -> bool:  # type: ignore[override]
@@ -87,9 +93,9 @@ class AgentKVShift(RepairMethod):
 
     @property
     def reads_all(self) -> bool:
-        """Whether all tokens of units run up to the check layer, and not the probes alone."""
+        """Whether all tokens of units run up to the check layer, and take the fresh rows before it."""
         clipped = self.weights == "clipped" and self.shift != "none"
-        return self.probes == "divergence" or clipped or self.match == "union" or self.at_check == "fresh"
+        return self.probes == "divergence" or clipped or self.at_check == "fresh"
 
     def repair(self, run: Run) -> None:
         """Choose probes, recompute them through all layers, and shift the rest of their units."""

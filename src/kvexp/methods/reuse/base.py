@@ -7,6 +7,7 @@ an ordinary cache, so that queries, which are always run in full, fork it as the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from kvexp.methods.reuse.units import Encoder
     from kvexp.prompt import Context
 
+LEAST = Fraction(1, 10**6)  # less is no token of any text that fits into a model
+_FAR = re.compile(r"[eE][+-]?[0_]*[1-9][\d_]{2}")  # an exponent of three digits: its power may be huge
+
 
 @dataclass(frozen=True)
 class ReuseMethod(Method):
@@ -36,6 +40,10 @@ class ReuseMethod(Method):
 
     family: ClassVar[str] = "reuse"
     uses_budget: ClassVar[bool] = False
+
+    def codec(self, model: Any) -> Codec | None:
+        """Return how rows are stored; None: exactly."""
+        return None
 
     def opened(self, model: Any, folder: Path | None = None, sha256: str | None = None) -> ChunkStore:
         """Return an empty store for `model`, or the one in `folder`; `encode` takes it as its memory.
@@ -94,10 +102,6 @@ class StoredMethod(ReuseMethod):
         if self.store_mb < 1:
             raise UserError(f"method.store_mb={self.store_mb} is not possible: use 1 or more")
 
-    def codec(self, model: Any) -> Codec | None:
-        """Return how rows are stored; None: exactly."""
-        return None
-
     def opened(self, model: Any, folder: Path | None = None, sha256: str | None = None) -> ChunkStore:
         """Return an empty store for `model`, or the one in `folder`; `encode` takes it as its memory."""
         from kvexp.cache.chunk_store import ChunkStore
@@ -112,6 +116,9 @@ class StoredMethod(ReuseMethod):
 class PlacedMethod(StoredMethod):
     """Base of methods that place units which were encoded somewhere else.
 
+    A context of one unit behind its header is stored as it stands, and would be reused without an error:
+    tasks with such contexts are refused.
+
     `encoded`: a unit's rows come from a forward over the header and the unit (`behind_header`), over the unit
         alone at position 0 (`alone`), or over the header and a group of the context's units in another order,
         as an earlier prompt would have held them (`old_context`).
@@ -119,6 +126,8 @@ class PlacedMethod(StoredMethod):
     `stored`: the method that says how rows of units are stored: `full` (exactly), `kivi` or `ott`, or
         {name: kivi, bits: 4}. All rows of a unit are packed. Headers are always stored exactly.
     """
+
+    needs_units: ClassVar[bool] = True
 
     encoded: Literal["behind_header", "alone", "old_context"] = "behind_header"
     old_group: int = 5
@@ -176,22 +185,31 @@ class RepairMethod(PlacedMethod):
         """Counters that must be above zero: a share of 1 reuses nothing."""
         return ("reused", "recomputed") if self.share < 1 else ("recomputed",)
 
+    def refuse_check_of_nothing(self, check: int) -> None:
+        """Raise UserError where the check layer would measure rounding, and tokens be chosen from it."""
+        if check == 0 and self.stored.id == "full":
+            raise UserError(
+                "method.check=0 measures nothing, since rows of layer 0 depend on the token alone: use"
+                " method.check=1 or more"
+            )
+
     def count(self, tokens: int) -> int:
         """Return how many of a unit's tokens are recomputed."""
         return -(-self.share.numerator * tokens // self.share.denominator)
 
 
 def parsed(written: str | float) -> Fraction:
-    """Return a share as an exact fraction; UserError unless it is above 0 and at most 1."""
+    """Return a share as an exact fraction; UserError unless it is at least 10^-6 and at most 1."""
     text = str(written).strip()
+    number, per = (text[:-1], 100) if text.endswith("%") else (text, 1)
     try:
-        found = Fraction(text[:-1]) / 100 if text.endswith("%") else Fraction(text)
+        found = Fraction(0) if _FAR.search(number) else Fraction(number) / per
     except (ValueError, ZeroDivisionError):
         raise UserError(f"method.recompute={text} is no share: write 0.1, 10% or 1/10") from None
-    if not 0 < found <= 1:
+    if not LEAST <= found <= 1:
         raise UserError(
-            f"method.recompute={text} is not possible: write a share above 0 and at most 1, such as 0.1, or"
-            " take method=reposition, which recomputes nothing"
+            f"method.recompute={text} is not possible: write a share above 0 (1e-6 or more) and at most 1,"
+            " such as 0.1, or take method=reposition, which recomputes nothing"
         )
     return found
 

@@ -25,7 +25,8 @@ class CacheBlend(RepairMethod):
     fresh values are held against reused ones, the tokens that deviate most are chosen once, over all units of
     a context together, and from there on they alone are computed, and overwrite the reused rows.
 
-    `check`: the check layer, counted from 0.
+    `check`: the check layer, counted from 0. Rows of layer 0 depend on the token alone: 0 is for stores in
+        few bits, which err in that layer too.
     `by`: the L2 distance over all heads of `values` (the authors' code), or of `both` keys and values.
     `gradual`: choose again in every layer from the check layer on among the tokens that are left, as in the
         paper: the share falls linearly from recompute * (1 + spread) to recompute * (1 - spread), and is
@@ -54,6 +55,7 @@ class CacheBlend(RepairMethod):
         super().__post_init__()
         if self.check < 0:
             raise UserError(f"method.check={self.check} is not possible: use 0 or more")
+        self.refuse_check_of_nothing(self.check)
         if not 0 <= self.spread <= 1:
             raise UserError(f"method.spread={self.spread} is not possible: use a number from 0 to 1")
         if self.gradual and self.match == "union":

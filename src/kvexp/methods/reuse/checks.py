@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvexp.attention.rerotate import Pair
 from kvexp.errors import UserError
+from kvexp.methods.reuse.forward import Run
 from kvexp.methods.reuse.probes import deviations, joint, top_of_units
 
 if TYPE_CHECKING:
-    from kvexp.methods.reuse.forward import Run, Work
+    from kvexp.methods.reuse.forward import Work
 
 
 class Counting(Protocol):
@@ -19,6 +20,11 @@ class Counting(Protocol):
     @property
     def match(self) -> str:
         """`share` or `union`."""
+        ...
+
+    @property
+    def check(self) -> int:
+        """The check layer of the two probe sets."""
         ...
 
     def count(self, tokens: int) -> int:
@@ -48,15 +54,27 @@ def checked(run: Run, check: int) -> Checked:
 
 
 def counts_of(method: Counting, run: Run, seen: Checked | None) -> list[int]:
-    """Return how many tokens of each unit are recomputed."""
+    """Return how many tokens of each unit are recomputed.
+
+    To match a union takes a check layer: that of the method (`seen`) where it has one, else one of its own,
+    which leaves the method's rows as they are.
+    """
     geometry = run.geometry
     counts = [method.count(unit.length) for unit in geometry.units]
     if method.match == "share":
         return counts
-    assert seen is not None
-    keys, values = (top_of_units(geometry, joint(x), counts) for x in seen.deviations)
+    found = _aside(run, method.check) if seen is None else seen.deviations
+    keys, values = (top_of_units(geometry, joint(x), counts) for x in found)
     union = keys | values
     return [int(union[unit.sequence, unit.columns].sum()) for unit in geometry.units]
+
+
+def _aside(run: Run, check: int) -> Pair:
+    """Return the deviations at a check layer of the same batch, found on rows apart from those of `run`."""
+    aside = Run(run.model, run.geometry, run.sheet.pieces, run.reusable)
+    found = checked(aside, check).deviations
+    run.report.computed = list(map(max, run.report.computed, aside.report.computed))
+    return found
 
 
 def require_layer(name: str, check: int, layers: int) -> None:

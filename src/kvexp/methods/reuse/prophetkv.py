@@ -23,8 +23,9 @@ class ProphetKV(RepairMethod):
     layers. The question itself is then run again, as every query is.
 
     `match`: as many tokens as the `share` gives, or as the `union` of AgentKVShift's two probe sets holds at
-        the same share (which costs the layers up to its check layer, and is meant for comparisons).
-    `check`: that check layer.
+        the same share (which costs the layers up to its check layer, run apart, and is meant for
+        comparisons).
+    `check`: that check layer, counted from 0.
 
     Departure: ceil(share * n) for each unit instead of the floor over the context, so that methods of the
     same share recompute the same number of tokens.
@@ -42,19 +43,20 @@ class ProphetKV(RepairMethod):
         super().__post_init__()
         if self.check < 0:
             raise UserError(f"method.check={self.check} is not possible: use 0 or more")
+        if self.match == "union":
+            self.refuse_check_of_nothing(self.check)
 
     def repair(self, run: Run) -> None:
         """Choose by the question, and recompute."""
-        from kvexp.methods.reuse.checks import checked, counts_of, require_layer
+        from kvexp.methods.reuse.checks import counts_of, require_layer
         from kvexp.methods.reuse.probes import relevance, top_of_contexts
 
         if not run.geometry.units:
             return
-        read, seen = relevance(run), None
         if self.match == "union":
             require_layer(self.id, self.check, run.layers)
-            seen = checked(run, self.check)
-        chosen = top_of_contexts(run.geometry, read, counts_of(self, run, seen))
+        read = relevance(run)
+        chosen = top_of_contexts(run.geometry, read, counts_of(self, run, None))
         work = run.start(chosen)
         run.report.union = work.count
         for layer in range(run.layers):

@@ -13,8 +13,10 @@ class Report:
     written: tokens that ended with fresh keys or values in each layer; all others are reused.
     union: tokens that were chosen, whatever they were chosen for (probes of keys and of values).
     question_rows: rows times layers of the questions that were run to choose tokens.
-    moved_bytes: bytes read from the store and placed. seconds: wall time of placing and repairing,
-    store_seconds: that of encoding units which the store did not hold. hits, misses: of the store.
+    moved_bytes: bytes of the chunks that were placed, as they are stored (packed, where the store packs).
+    seconds: wall time of placing and repairing, store_seconds: that of encoding units which the store did not
+    hold. hits, misses: chunks of units that the store held, and that were encoded, among those that were
+    placed: headers, and look-ups of which nothing was placed, are in neither. found: tokens of the hits.
     """
 
     layers: int
@@ -26,6 +28,7 @@ class Report:
     store_seconds: float = 0.0
     hits: int = 0
     misses: int = 0
+    found: int = 0
     computed: list[int] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
 
@@ -61,4 +64,5 @@ class Report:
             "moved_bytes": self.moved_bytes,
             "store_hits": self.hits,
             "store_misses": self.misses,
+            "found": self.found,
         }

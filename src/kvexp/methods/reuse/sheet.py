@@ -31,7 +31,7 @@ class Piece:
 
 
 class Sheet:
-    """All layers of a batch; `moved_bytes` counts what was read from the store and placed."""
+    """All layers of a batch; `moved_bytes` counts what is placed, as it is stored."""
 
     def __init__(self, model: Any, geometry: Geometry, pieces: Sequence[Piece]) -> None:
         self.model, self.geometry, self.pieces = model, geometry, list(pieces)
@@ -62,7 +62,7 @@ class Sheet:
                 placed = self._blank((rows[0][None], rows[1][None]))
             for buffer, x in zip(placed, rows, strict=True):
                 buffer[piece.sequence, :, piece.start : piece.start + piece.chunk.length] = x
-                self.moved_bytes += x.numel() * x.element_size()
+            self.moved_bytes += piece.chunk.layer_bytes(index)
         assert placed is not None
         shift, (turning, other) = self._shift(index), placed
         if shift is not None:

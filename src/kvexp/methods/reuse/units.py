@@ -26,31 +26,37 @@ Ids = Sequence[int]
 
 
 class Encoder:
-    """Gives chunks, from the store where it holds them; needs an attached model."""
+    """Gives chunks, from the store where it holds them; needs an attached model.
+
+    What it counts are chunks of units that it gives to be placed, whatever was looked up for them: headers,
+    and chunks of an earlier context that have to be encoded once more with the others, count as no hits.
+    """
 
     def __init__(self, model: Any, store: ChunkStore) -> None:
         store.check(model)
         self.model, self.store = model, store
         self.seconds = 0.0
-        self._before = dict(store.counts)
+        self.hits = self.misses = self.found = 0
 
     def header(self, ids: Ids) -> Chunk:
         """Return the chunk of an exact prefix, which is stored exactly."""
-        return self._get((), ids, exact=True)
+        return self._get((), ids, exact=True)[0]
 
     def alone(self, unit: Ids) -> Chunk:
         """Return the chunk of a unit that stands behind nothing, at position 0."""
-        return self._get((), unit)
+        return self._unit((), unit)
 
     def behind(self, header: Ids, unit: Ids) -> Chunk:
         """Return the chunk of a unit that was encoded right behind `header`."""
-        return self._get(header, unit) if header else self.alone(unit)
+        return self._unit(header, unit)
 
     def together(self, header: Ids, units: Sequence[Ids]) -> list[Chunk]:
         """Return the chunks of units that were encoded one after the other behind `header`."""
         prefixes = [[*header, *(token for unit in units[:i] for token in unit)] for i in range(len(units))]
         found = [self.store.get(prefix, unit) for prefix, unit in zip(prefixes, units, strict=True)]
         if all(chunk is not None for chunk in found):
+            for unit in units:
+                self.count(len(unit), True)
             return [chunk for chunk in found if chunk is not None]
         rows = self._rows(header, [token for unit in units for token in unit])
         made, at = [], 0
@@ -58,21 +64,33 @@ class Encoder:
             part = [(k[:, at : at + len(unit)], v[:, at : at + len(unit)]) for k, v in rows]
             made.append(Chunk.of(len(prefix), part, self.store.codec))
             self.store.put(prefix, unit, made[-1])
+            self.count(len(unit), False)
             at += len(unit)
         return made
 
+    def count(self, tokens: int, found: bool) -> None:
+        """Count a chunk of a unit that is placed, and whether the store held it."""
+        self.hits, self.misses = self.hits + found, self.misses + (not found)
+        self.found += tokens if found else 0
+
     def report(self, report: Report) -> None:
-        """Note what the store did since this encoder was made."""
-        report.hits = self.store.counts["hits"] - self._before["hits"]
-        report.misses = self.store.counts["misses"] - self._before["misses"]
+        """Note which chunks this encoder gave."""
+        report.hits, report.misses, report.found = self.hits, self.misses, self.found
         report.store_seconds = self.seconds
 
-    def _get(self, prefix: Ids, unit: Ids, exact: bool = False) -> Chunk:
+    def _unit(self, prefix: Ids, unit: Ids) -> Chunk:
+        chunk, found = self._get(prefix, unit)
+        self.count(len(unit), found)
+        return chunk
+
+    def _get(self, prefix: Ids, unit: Ids, exact: bool = False) -> tuple[Chunk, bool]:
+        """Return a chunk, and whether the store held it."""
         found = self.store.get(prefix, unit, exact)
-        if found is None:
-            found = Chunk.of(len(prefix), self._rows(prefix, unit), self.store.codec_for(exact))
-            self.store.put(prefix, unit, found, exact)
-        return found
+        if found is not None:
+            return found, True
+        made = Chunk.of(len(prefix), self._rows(prefix, unit), self.store.codec_for(exact))
+        self.store.put(prefix, unit, made, exact)
+        return made, False
 
     def _rows(self, prefix: Ids, ids: Ids) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Run `ids` behind `prefix`; return each layer's keys and values [H, n, D] of `ids` alone."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvexp.prompt import Context
 
 # What a class says of itself, and says for `of` here.
-FOLLOWED = ("needs_shared_context", "needs_query", "uses_budget", "exact", "taps")
+FOLLOWED = ("needs_shared_context", "needs_query", "needs_units", "uses_budget", "exact", "taps")
 
 
 @dataclass(frozen=True)
