@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvexp.report.figures import pyplot, saved
 from kvexp.report.grid import grids
 
 METRICS = (("accuracy_calibrated", "calibrated accuracy"), ("accuracy", "raw accuracy"))
@@ -18,13 +19,8 @@ def storage_plot(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
     The horizontal axis is storage in KV-token equivalents (bytes held over the bytes of one token's rows).
     Needs matplotlib, of the extra `kvexp[report]`.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     grid = grids(records)[0]
-    figure, axes = pyplot.subplots(1, len(METRICS), figsize=(11, 4.6), sharex=True, sharey=True)
+    figure, axes = pyplot().subplots(1, len(METRICS), figsize=(11, 4.6), sharex=True, sharey=True)
     for axis, (name, title) in zip(axes, METRICS, strict=True):
         for row, marker in zip(grid.rows, MARKERS, strict=False):
             if not row.records:
@@ -50,8 +46,4 @@ def storage_plot(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=3, frameon=False, fontsize=9)
     figure.suptitle(f"{grid.task}, {grid.model}")
-    figure.tight_layout(rect=(0, 0.14, 1, 1))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    return path
+    return saved(figure, path, bottom=0.14)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvexp.errors import UserError
+from kvexp.report.figures import pyplot, saved
 
 NAMES = {"keys": "K before RoPE", "turned_keys": "K after RoPE", "values": "V"}
 COLOURS = {"keys": "C0", "turned_keys": "C2", "values": "C1"}
@@ -66,8 +66,7 @@ def by_layer(
     `panels`: title to lines. `band`: from, to and label of a grey band. `limits` of the vertical axis.
     Returns the path of the PNG.
     """
-    pyplot = _pyplot()
-    figure, axes = _panels(pyplot, panels)
+    figure, axes = _panels(panels)
     for axis, lines in zip(axes, panels.values(), strict=True):
         for name, (values, style) in lines.items():
             axis.plot(range(1, len(values)), values[1:], style, label=name, linewidth=1.4, markersize=3)
@@ -80,13 +79,12 @@ def by_layer(
         axis.set_xlabel("layer")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel(label)
-    return _saved(pyplot, figure, axes, path)
+    return _saved(figure, axes, path)
 
 
 def spectra(panels: Mapping[str, Lines], path: Path) -> Path:
     """Draw singular energies, largest first, as shares of all energy of a residual."""
-    pyplot = _pyplot()
-    figure, axes = _panels(pyplot, panels)
+    figure, axes = _panels(panels)
     for axis, lines in zip(axes, panels.values(), strict=True):
         for name, (values, style) in lines.items():
             axis.plot(range(1, len(values) + 1), values, style, label=name, linewidth=1.4)
@@ -94,7 +92,7 @@ def spectra(panels: Mapping[str, Lines], path: Path) -> Path:
         axis.set_xlabel("singular direction")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("share of a unit's residual energy")
-    return _saved(pyplot, figure, axes, path)
+    return _saved(figure, axes, path)
 
 
 def _of(
@@ -110,33 +108,16 @@ def _joined(some: dict[str, Lines], more: dict[str, Lines]) -> dict[str, Lines]:
     return {one: {**lines, **more[one]} for one, lines in some.items()}
 
 
-def _panels(pyplot: Any, panels: Mapping[str, Lines]) -> tuple[Any, list[Any]]:
+def _panels(panels: Mapping[str, Lines]) -> tuple[Any, list[Any]]:
     size = (4.6 * len(panels), 4.4)
-    figure, axes = pyplot.subplots(1, len(panels), figsize=size, sharey=True, squeeze=False)
+    figure, axes = pyplot().subplots(1, len(panels), figsize=size, sharey=True, squeeze=False)
     for axis, title in zip(axes[0], panels, strict=True):
         axis.set_title(title)
     return figure, list(axes[0])
 
 
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UserError(
-            "plots need matplotlib, which is not installed: pip install 'kvexp[report]', or read the CSV"
-        ) from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def _saved(pyplot: Any, figure: Any, axes: Sequence[Any], path: Path) -> Path:
+def _saved(figure: Any, axes: Sequence[Any], path: Path) -> Path:
     handles, labels = axes[0].get_legend_handles_labels()
     columns = min(4, len(labels))
     figure.legend(handles, labels, loc="lower center", ncols=columns, frameon=False, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.tight_layout(rect=(0, 0.02 + 0.04 * -(-len(labels) // columns), 1, 1))
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    return path
+    return saved(figure, path, bottom=0.02 + 0.04 * -(-len(labels) // columns))
