@@ -125,7 +125,7 @@ def validate(config: DictConfig, hydra: DictConfig) -> Settings:
         plain = OmegaConf.to_container(OmegaConf.masked_copy(config, keys), resolve=True)
     plain = cast(dict[str, Any], plain)
     chosen = hydra.runtime.choices
-    choices = {group: str(chosen[group]) for group in GROUPS if chosen.get(group)}
+    choices = {group: str(chosen[group]) for group in (*GROUPS, "experiment") if chosen.get(group)}
     values = dataclasses.asdict(Config()) | check.fields(Config, plain, "", "the configuration")
     for group in GROUPS:
         _refuse_unusable(group, choices.get(group, ""), values.get(group) or {})

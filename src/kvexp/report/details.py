@@ -18,7 +18,7 @@ LINKED = ("record.json", "samples.jsonl", "config.yaml", "memory.json", "log.txt
 
 def detail(record: Record, items: Items, page: Path) -> dict[str, Any]:
     """Return the plain data of one cell; links are relative to the folder that `page` lies in."""
-    samples = items.samples(record) if record.get("samples", True) else []
+    samples = items.samples(record)
     return {
         "samples": shortened(samples[:SAMPLES]),
         "total": len(samples),

@@ -30,7 +30,7 @@ class Items:
     def samples(self, record: Record) -> list[dict[str, Any]]:
         """Return the run's samples in order, none when they are gone."""
         folder = record.get("folder")
-        if folder is None:
+        if folder is None or record.get("samples") is False:  # they cannot be read
             return []
         if folder not in self._read:
             self._read[folder] = SampleFile(Path(folder) / "samples.jsonl").read()
@@ -71,8 +71,7 @@ def mean_by_item(seeds: Sequence[Answers]) -> Answers:
             by_item.setdefault(item, []).append(answers)
     return {
         item: tuple(
-            statistics.fmean(value for value in column if value is not None)
-            for column in zip_longest(*found)
+            statistics.fmean(value for value in column if value is not None) for column in zip_longest(*found)
         )
         for item, found in by_item.items()
     }
