@@ -103,8 +103,7 @@ def _read(run: Path, found: Collected) -> None:
 
 
 def _sample_lines(run: Path) -> int:
-    path = run / "samples.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+    return sum(path.read_bytes().count(b"\n") for path in run.glob("samples*.jsonl"))  # and those of ranks
 
 
 def _keep_latest(found: Collected) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvexp.report.items import Answers, Items, Record, mean_by_item
 from kvexp.report.loggers import flatten
+from kvexp.tasks.metrics import Difference
 from kvexp.tasks.nested import bootstrap, paired_difference
 
 HEADLINES = ("accuracy", "exact_match", "f1", "acc")
@@ -119,11 +120,25 @@ def paired(grid: Grid, row: Row, metric: str, items: Items) -> Paired | None:
     if full is None or row.method == "full":
         return None
     references = {record["choices"]["seed"]: record for record in full.records}
+    pairs = [(record, references.get(record["choices"]["seed"])) for record in row.records]
+    found = paired_runs([(ours, theirs) for ours, theirs in pairs if theirs is not None], metric, items)
+    if found is None:
+        return None
+    gap, difference = found
+    return Paired(row, metric, gap.n, difference, gap.low, gap.high, gap.wins, gap.losses, gap.p)
+
+
+def paired_runs(
+    pairs: Sequence[tuple[Record, Record]], metric: str, items: Items
+) -> tuple[Difference, Estimate] | None:
+    """Return the first minus the second of some pairs of runs, one for each seed, over the items they share.
+
+    The estimate has the error over items and, of several pairs, that over seeds. None where no items are
+    shared.
+    """
     ours, theirs = [], []
-    for record in row.records:
-        reference = references.get(record["choices"]["seed"])
-        mine = items.answers(record, metric)
-        whole = items.answers(reference, metric) if reference else {}
+    for first, second in pairs:
+        mine, whole = items.answers(first, metric), items.answers(second, metric)
         shared = [item for item in mine if item in whole]
         if shared:
             ours.append({item: mine[item] for item in shared})
@@ -133,12 +148,11 @@ def paired(grid: Grid, row: Row, metric: str, items: Items) -> Paired | None:
     gap = paired_difference(list(mean_by_item(ours).values()), list(mean_by_item(theirs).values()))
     means = [_mean(a) - _mean(b) for a, b in zip(ours, theirs, strict=True)]
     se_seeds = _se(means) if len(means) > 1 else None
-    difference = Estimate(statistics.fmean(means), gap.stderr, se_seeds)
-    return Paired(row, metric, gap.n, difference, gap.low, gap.high, gap.wins, gap.losses, gap.p)
+    return gap, Estimate(statistics.fmean(means), gap.stderr, se_seeds)
 
 
 def _rows(records: Sequence[Record]) -> list[Row]:
-    settings = [_settings(record) for record in records]
+    settings = [settings_of(record) for record in records]
     groups: dict[str, list[tuple[Record, str]]] = {}
     for record, chosen in zip(records, settings, strict=True):
         peers = [other for other in settings if other["method"] == chosen["method"]]
@@ -186,7 +200,7 @@ def _row(records: Sequence[Record], label: str) -> Row:
     return Row(label, str(records[0]["choices"]["budget"]), complete, failed)
 
 
-def _settings(record: Record) -> dict[str, Any]:
+def settings_of(record: Record) -> dict[str, Any]:
     """Return the names of the choices that matter to a result, and every knob that the record tells, flat."""
     names = {key: record["choices"][key] for key in ("model", "method", "task", "budget", "seed")}
     return {**flatten(record.get("identity") or {}), **names}
@@ -197,7 +211,7 @@ def setting_of(record: Record) -> dict[str, Any]:
 
     Settings that are off (null, false) are left out, so that one that is new and off changes no comparison.
     """
-    known = _settings(record)
+    known = settings_of(record)
     mine = {key: value for key, value in known.items() if key.split(".")[0] not in OF_THE_METHOD}
     return {key: value for key, value in mine.items() if value not in OFF}
 
@@ -207,7 +221,7 @@ def _is_reference(other: Row, row: Row) -> bool:
     if other.method != "full" or not other.records or not row.records:
         return False
     theirs, ours = other.records[0], row.records[0]
-    return not _settings(theirs).get("empty_prefix") and setting_of(theirs) == setting_of(ours)
+    return not settings_of(theirs).get("empty_prefix") and setting_of(theirs) == setting_of(ours)
 
 
 def _mean(answers: Answers) -> float:
