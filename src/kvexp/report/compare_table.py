@@ -29,8 +29,8 @@ def table(found: Mapping[str, Any]) -> str:
     console.print(
         Text(
             "B - A on the same items; ± and interval: bootstrap over items, the second ± over seeds; p:"
-            " exact, two-sided, of wins against losses, after Holm's correction over the rows of one score (of"
-            f" several seeds, over their means). Nothing is claimed above the {LEVEL:.0%} level."
+            " exact, two-sided, of wins against losses, after Holm's correction over the rows of one score"
+            f" (of several seeds, over their means). Nothing is claimed above the {LEVEL:.0%} level."
         )
     )
     for side in ("a", "b"):
