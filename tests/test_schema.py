@@ -162,7 +162,7 @@ def test_tasks_of_units_take_methods_that_place_them(task: str) -> None:
 
 @pytest.mark.parametrize("task", ["locomo", "ama_bench"])
 def test_a_single_note_is_no_prompt_of_units(task: str) -> None:
-    with pytest.raises(UserError, match="is one unit in its own place.*task.k=10"):
+    with pytest.raises(UserError, match=r"is one unit in its own place.*task.k=10"):
         one("method=agentkvshift", f"task={task}", "task.k=1")
     assert one("method=full", f"task={task}", "task.k=1").task.k == 1
 
