@@ -9,6 +9,7 @@ from kvexp.budget import Budget
 from kvexp.evaluation.length import warn_of_length
 from kvexp.measure.answered import Answered
 from kvexp.measure.decay import prefix_decay
+from kvexp.measure.state_error import errors_by_layer
 from kvexp.measure.timing import Stopwatch
 from kvexp.measure.usage import cache_usage
 from kvexp.methods.baseline.full import Full
@@ -48,6 +49,11 @@ def answer(
     if memory is not None:
         usage |= {name: value for name, value in memory.manifest.items() if name.startswith("cost_")}
     fidelity = fidelity_summary(samples, decay) if settings.fidelity else None
+    if fidelity is not None and settings.method.family == "memory":
+        asked = [[*d.query_ids, *d.expected_ids] for d in task.documents[:DECAY_QUERIES]]
+        fidelity["by_layer"] = errors_by_layer(
+            settings.method, loaded.model, context, memory, asked, settings.batch_size
+        )
     return Answered(label_metrics(samples), usage, fidelity, session.decoded, task.data_sha256)
 
 
