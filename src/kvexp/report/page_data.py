@@ -10,7 +10,7 @@ from typing import Any
 from kvexp.report.collect import KINDS, Collected
 from kvexp.report.colours import palette
 from kvexp.report.details import memory_of
-from kvexp.report.facts import COSTS, group_facts
+from kvexp.report.facts import COSTS, WORDS, group_facts
 from kvexp.report.groups import Group
 from kvexp.report.items import Items, Record
 from kvexp.report.papers import beside
@@ -59,6 +59,7 @@ def page_data(
         "folders": list(folders),
         "summary": ", ".join(said),
         "palette": palette([record["choices"]["method"] for record in records]),
+        "words": WORDS,
         "groups": facts,
         "cells": cells,
         "problems": [vars(problem) for problem in collected.problems],

@@ -38,16 +38,11 @@ function looks(group) {
 
 function points(group, metric, hidden) {
   const rows = group.rows.filter((row) => row.metrics[metric] && !hidden.has(row.label));
-  const values = rows.map((row) => row.metrics[metric].value);
-  // An interval does not leave the range of the score: none below 0 where no score is, nor above 1 for shares.
-  const least = values.every((v) => v >= 0) ? 0 : -Infinity;
-  const most = least === 0 && group.higher[metric] && values.every((v) => v <= 1) ? 1 : Infinity;
   return rows.map((row) => {
-    const entry = row.metrics[metric], error = 1.96 * spread(entry);
-    const low = Math.max(least, entry.value - error), high = Math.min(most, entry.value + error);
+    const { value, low, high, n } = row.metrics[metric];
     return {
-      label: row.label, budget: row.budget, rows: Number(row.budget) || null, value: entry.value, low, high, n: entry.n, ...row.cost,
-      is: rowName(row), said: `${number(entry.value)} (${number(low)} to ${number(high)})`,
+      label: row.label, budget: row.budget, rows: Number(row.budget) || null, value, low, high, n, ...row.cost,
+      is: rowName(row), said: `${number(value)} (${number(low)} to ${number(high)})`,
     };
   });
 }
