@@ -18,8 +18,8 @@ Options = Callable[[str], Sequence[str]]
 
 PARTS = {"notes": "task.notes"}
 """Folders whose choices are parts of other choices, and the key that takes them."""
-_OPTIONAL_GROUPS = ("experiment", "debug")
-_PLUGINS = {"submitit": "slurm"}
+_OPTIONAL_GROUPS = ("cluster", "experiment", "sweep", "debug")
+_PLUGINS = {"submitit": "slurm", "optuna": "optuna"}
 
 
 def check_choice(group: str, override: Override, options: Sequence[str]) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
-import yaml
 
 from kvexp import model
 from kvexp.attention.options import Options, set_options
@@ -71,7 +70,7 @@ def _help(settings: Settings, folder: RunFolder) -> NoReturn:
 
 def _recorded(settings: Settings, folder: RunFolder) -> dict[str, Any]:
     """Run the cell between the start and the end of its record and its logger."""
-    folder.write_config(yaml.safe_dump(settings.config, sort_keys=False))
+    folder.write_config(settings.config_text())
     started = provenance.start_provenance(settings.command)
     choices = {**settings.choices, "budget": settings.budget.rows or "full", "seed": settings.seed}
     logger = make_logger(**dataclasses.asdict(settings.logger))

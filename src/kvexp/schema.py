@@ -98,6 +98,11 @@ class Settings:
             tokenizer, seed=self.seed, split=self.split, limit=self.limit, data_dir=self.data_dir
         )
 
+    def config_text(self) -> str:
+        """Return the text of config.yaml: in its first line the command that repeats this cell."""
+        said = "" if "\n" in self.command else f"# {self.command}\n"
+        return said + yaml.safe_dump(self.config, sort_keys=False)
+
     def remarks(self) -> list[str]:
         """Return what is allowed but worth a line before the run starts."""
         tokens = getattr(self.task, "context_tokens", None)
@@ -130,16 +135,6 @@ def validate(config: DictConfig, hydra: DictConfig) -> Settings:
     for group in GROUPS:
         _refuse_unusable(group, choices.get(group, ""), values.get(group) or {})
     return _settings(values, plain, choices, _command(hydra))
-
-
-def check_grid(settings: Settings, launcher: str) -> None:
-    """Refuse a grid in one process whose cells would start processes: the ranks would mix up the cells."""
-    devices = settings.trainer.get("devices", 1)
-    if launcher.endswith(".BasicLauncher") and devices not in (1, "1") and "SLURM_JOB_ID" not in os.environ:
-        raise UserError(
-            f"a grid cannot run with trainer.devices={check.show(devices)}: add hydra/launcher=submitit_slurm"
-            " or trainer.devices=1, or let a W&B agent start single runs"
-        )
 
 
 def _settings(
@@ -300,4 +295,13 @@ def _data_dir(written: str | None) -> str | None:
 def _command(hydra: DictConfig) -> str:
     folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
     words = [word for folder in folders for word in ("--config-dir", folder)]
-    return shlex.join(["python", "-m", "kvexp", *words, *hydra.overrides.task])
+    return shlex.join(["python", "-m", "kvexp", *words, *hydra.overrides.task, *_alone(hydra)])
+
+
+def _alone(hydra: DictConfig) -> list[str]:
+    """Return what makes one cell of a grid that comes from a file a run of its own."""
+    chosen = hydra.runtime.choices
+    from_file = any(chosen.get(group) for group in ("experiment", "sweep"))
+    if not from_file or str(hydra.mode).rpartition(".")[2] != "MULTIRUN":
+        return []
+    return ["hydra.sweeper.params=null"] if chosen.get("cluster") else ["hydra.mode=RUN"]
