@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from kvexp.advice import no_choice
 from kvexp.cluster import check_launcher, check_rank
 from kvexp.errors import UserError
 
@@ -54,3 +55,11 @@ def test_a_task_without_work_is_refused() -> None:
         check_rank(alone, 3)
     shared: Any = SimpleNamespace(trainer={"devices": 4})
     check_rank(shared, 3)
+
+
+@pytest.mark.parametrize(
+    ("group", "choice", "extra"),
+    [("hydra/launcher", "submitit_slurm", "slurm"), ("hydra/sweeper", "optuna", "optuna")],
+)
+def test_a_plugin_that_is_not_installed_is_named(group: str, choice: str, extra: str) -> None:
+    assert f"pip install 'kvexp[{extra}]'" in no_choice(group, choice, ["basic"])

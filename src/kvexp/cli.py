@@ -98,8 +98,8 @@ class Runner:
             from kvexp.run import run
 
             return run(settings)
-        except SystemExit:  # a rank that has done its share; a launcher waits for what it returns
-            if self._is_here:
+        except SystemExit as end:  # a rank that has done its share; a launcher waits for what it returns
+            if self._is_here or end.code:
                 raise
             return None
         except Exception as error:

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from kvexp.errors import UserError
+
 Note = Callable[[str, str], None]
 """Takes the overrides of a cell and the one-line reason of its failure."""
 
@@ -27,7 +29,11 @@ class Patient:
         from submitit.core.utils import FailedJobError
 
         try:
-            return list(self._job.results())
+            results = list(self._job.results())
+            failed = next((one for one in results if one.status == JobStatus.FAILED), None)
+            if failed is None:
+                return results
+            reason = _sentence(failed._return_value)  # Hydra raises it for `return_value`
         except FailedJobError as error:
             reason = raised(str(error))
         except Exception:  # cancelled, out of memory, node lost: there is nothing to read
@@ -39,6 +45,10 @@ class Patient:
         empty = JobReturn()
         empty.status, empty.return_value = JobStatus.COMPLETED, None
         return [empty]
+
+
+def _sentence(error: BaseException) -> str:
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
 def raised(text: str) -> str:

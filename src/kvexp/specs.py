@@ -146,13 +146,14 @@ class SamplingSpec:
 class LoggerSpec:
     """Where numbers go beside the run folder."""
 
-    name: Literal["auto", "none", "csv", "wandb"] = "auto"
+    name: Literal["auto", "none", "csv", "wandb", "trackio", "mlflow", "tensorboard"] = "auto"
     project: str = "kvexp"
     entity: str | None = None
     mode: Literal["online", "offline"] | None = None
+    artifact: bool = True
 
     def resolved(self, environment: Mapping[str, str] = os.environ) -> str:
-        """Return none, csv or wandb: `auto` is wandb where its key or a sweep is in the environment."""
+        """Return the logger that is meant: `auto` is wandb where its key or a sweep is in the environment."""
         if self.name != "auto":
             return self.name
         return "wandb" if environment.get("WANDB_API_KEY") or environment.get("WANDB_SWEEP_ID") else "none"
