@@ -17,7 +17,16 @@ from kvexp.budget import Budget
 from kvexp.cell import cell_hash, identity
 from kvexp.compose import conf_dir
 from kvexp.errors import UserError, suggest
-from kvexp.specs import CalibrationSpec, LoggerSpec, ModelSpec, SamplingSpec, at_least, refuse_partial, slug
+from kvexp.specs import (
+    CalibrationSpec,
+    LoggerSpec,
+    ModelSpec,
+    SamplingSpec,
+    at_least,
+    refuse_other_trainer,
+    refuse_partial,
+    slug,
+)
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -186,6 +195,7 @@ def _settings(
             f"method={choices['method']} needs a layer that attends to the whole context, and every layer of"
             f" model={choices['model']} has a sliding window: take method=full or another model"
         )
+    refuse_other_trainer(values["trainer"])
     refuse_partial(values["trainer"])
     _check_values(values)
     stated = getattr(task, "context_tokens", None)  # the length of every context, up to a few tokens
