@@ -11,13 +11,14 @@ import os
 import shlex
 import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, cast
 
-from kvexp import advice, cluster, commandline, compose, launched, resolvers, schema
+from kvexp import advice, cluster, commandline, compose, launched, resolvers, schema, search
 from kvexp.errors import UserError
 from kvexp.logs import rank
 from kvexp.plan import write_plan
@@ -79,6 +80,7 @@ class Runner:
 
     def __init__(self, fail_fast: bool = False) -> None:
         self.failures: list[tuple[str, Exception]] = []
+        self.cells: list[Settings] = []
         self.skipped = 0
         self._fail_fast = fail_fast
         self._process = socket.gethostname(), os.getpid()
@@ -97,7 +99,9 @@ class Runner:
                 log.info(line)
             from kvexp.run import run
 
-            return run(settings)
+            self.cells.append(settings)
+            record = run(settings)
+            return search.objective_of(record, settings.objective) if settings.objective else None
         except SystemExit as end:  # a rank that has done its share; a launcher waits for what it returns
             if self._is_here or end.code:
                 raise
@@ -123,9 +127,11 @@ def _plan(args: argparse.Namespace) -> Plan:
         is_grid, jobs = composer.jobs()
         cells = [_check(job, jobs) for job in jobs]
         hydra = jobs[0].config.hydra
+        basic = str(hydra.sweeper["_target_"]).endswith(".BasicSweeper")
         if is_grid:
             cluster.check_launcher(cells[0], hydra)
-        basic = str(hydra.sweeper["_target_"]).endswith(".BasicSweeper")
+        if is_grid and not basic:
+            search.check_search(cells[0])
     return Plan(cells, is_grid, cluster.launcher_of(hydra), basic)
 
 
@@ -134,6 +140,7 @@ def _run(args: argparse.Namespace) -> int:
     is_grid, cells = plan.is_grid, plan.cells
     if is_grid and plan.chosen_first and rank() == 0:
         write_plan(shlex.join(["python", "-m", "kvexp", *args.argv]), cells)
+    began = time.time()
     runner = Runner(fail_fast=cells[0].fail_fast)
     submits = is_grid and plan.launcher in ("SlurmLauncher", "LocalLauncher")
     try:
@@ -143,6 +150,11 @@ def _run(args: argparse.Namespace) -> int:
         if _file_error(error) is None:
             log.error("the launcher failed", exc_info=True)
         runner.failures.append(("", error))
+    if is_grid and not plan.chosen_first:
+        code = _finish_grid(runner.cells, runner)
+        for line in search.chosen(cells[0].output_dir, began, cells[0].command):
+            print(line)
+        return code
     if is_grid:
         return _finish_grid(cells, runner)
     for _, failure in runner.failures:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 SPLITS = ("test", "validation")
 DATA_VARIABLE = "KVEXP_DATA_DIR"
-_AS_WRITTEN = ("seed", "split", "limit", "fidelity", "batch_size", "resume", "fail_fast")
+_AS_WRITTEN = ("seed", "split", "limit", "fidelity", "batch_size", "resume", "fail_fast", "objective")
 Spec = TypeVar("Spec")
 GROUPS = ("model", "method", "task", "calibration", "trainer", "logger")
 
@@ -59,6 +59,7 @@ class Config:
     temperature: float = 0.0
     top_p: float = 1.0
     samples: int = 1
+    objective: str | None = None
     batch_size: int = 32
     resume: bool = True
     fail_fast: bool = False
@@ -87,6 +88,7 @@ class Settings:
     batch_size: int
     resume: bool
     fail_fast: bool
+    objective: str | None  # the metric that a run returns to a search
     output_dir: Path
     store_dir: Path
     data_dir: str | None

@@ -18,7 +18,7 @@ from kvexp.cli import settings_of
 from kvexp.schema import Settings
 
 pytest.importorskip("submitit", reason="pip install 'kvexp[slurm]'")
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 TINY = "model=tiny-llama task=intents task.context_tokens=700 task.n_labels=4 task.n_calibration=6"
 TINY += " logger=none"
@@ -39,7 +39,7 @@ class Driver:
     def wait(self) -> tuple[int, str]:
         """Return the exit code and everything that was said."""
         try:
-            return self._process.wait(240), self._err.read_text()
+            return self._process.wait(500), self._err.read_text()
         finally:
             self.stop()
 
@@ -49,7 +49,7 @@ class Driver:
 
     def until(self, ready: Any, what: str) -> Any:
         """Return the first true result of `ready()`; the driver has to be alive until then."""
-        end = time.monotonic() + 200
+        end = time.monotonic() + 400
         while not (found := ready()):
             if self._process.poll() is not None or time.monotonic() > end:
                 self.stop()
@@ -139,7 +139,7 @@ def test_two_nodes_make_the_memory_of_one_process(slurm, environment, tmp_path) 
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     (cell,) = cells_of(grid, tmp_path)

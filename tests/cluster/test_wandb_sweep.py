@@ -16,7 +16,7 @@ from wandb_double import Double
 from wandb_file import read
 
 SWEEPS = Path(__file__).parents[2] / "scripts/sweeps"
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 TINY = {
     "model": "tiny-llama",
@@ -43,7 +43,7 @@ def agent_environment(environment, tmp_path) -> dict[str, str]:
 def wandb(words: list[str], folder: Path, environment: dict[str, str]) -> str:
     command = [sys.executable, "-m", "wandb", *words]
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=800, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -96,7 +96,8 @@ for number in range(int(sys.argv[2])):
     run.summary_metrics = {config["metric"]["name"]: (number * 37 % 11) / 11}
     run.history = [run.summary_metrics]
     runs.append(run)
-print(json.dumps({"told": told, "runs": [{k: v["value"] for k, v in run.config.items()} for run in runs]}))
+print(json.dumps({"told": told, "runs": [{k: v["value"] for k, v in run.config.items()} for run in runs]},
+                 default=lambda number: number.item()))
 """
 
 
@@ -110,7 +111,7 @@ def engine(tmp_path_factory) -> str:
     python = str(folder / "bin/python")
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
     made = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "sweeps==0.3.0"]
-    done = subprocess.run(made, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(made, capture_output=True, text=True, timeout=800, check=False)
     if done.returncode:
         pytest.skip(f"W&B's engine `sweeps` cannot be installed here: {done.stderr.strip()[-200:]}")
     return python

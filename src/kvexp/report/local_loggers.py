@@ -59,6 +59,11 @@ class TrackioLogger(Local):
 
     package = extra = "trackio"
 
+    def start(self, job: Job) -> None:
+        """Open the run; where its files go is read when Trackio is imported."""
+        os.environ.setdefault("TRACKIO_DIR", str(job.output_dir / "trackio"))
+        super().start(job)
+
     def finish(self, status: Outcome, error: str | None = None) -> None:
         """Close the run."""
         import trackio
@@ -67,7 +72,6 @@ class TrackioLogger(Local):
         trackio.finish()
 
     def _open(self, job: Job, config: Mapping[str, Any]) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str(job.output_dir / "trackio"))
         import trackio
 
         group = f"{job.choices['task']}/{job.choices['model']}"
