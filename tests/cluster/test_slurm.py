@@ -77,6 +77,14 @@ def busy(slurm: Any, cells: list[Settings]) -> tuple[str, str, Settings] | None:
     return None
 
 
+def released(slurm: Any, job: str) -> bool:
+    """Let a job go that was queued again, which Slurm holds for two minutes, and whether it is under way."""
+    facts = slurm.run("scontrol", "show", "job", job)
+    if "Reason=BeginTime" in facts:
+        slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    return "JobState=PENDING" not in facts and "JobState=COMPLETING" not in facts
+
+
 def states(folder: Path) -> dict[str, status.Cell]:
     found, _ = status.survey(folder / "out")
     return {cell.folder: cell for cell in found}
@@ -92,7 +100,7 @@ def test_an_array_with_a_cell_that_fails_and_one_that_is_preempted(slurm, enviro
     driver.until(lambda: "Restarts=1" in slurm.run("scontrol", "show", "job", job), "the job queued again")
     middle = samples(cell)
     assert before <= middle < 150 and not (cell.run_dir / "record.json").exists()
-    slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # else held for two minutes
+    driver.until(lambda: released(slurm, job), "the job started again")
     code, said = driver.wait()
 
     assert code == 1, said
