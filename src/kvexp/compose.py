@@ -102,7 +102,7 @@ class Composer:
     def _guarded(self, written: Sequence[str], mode: Any) -> Job:
         from hydra.types import RunMode
 
-        with advice.given(self.options):
+        with advice.given(self.options), self._readable():
             config = self._loader.load_configuration(
                 config_name=self._name,
                 overrides=list(written),
@@ -111,6 +111,21 @@ class Composer:
                 validate_sweep_overrides=mode == RunMode.RUN,
             )
         return Job(config, tuple(written))
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Name the file that is not UTF-8, which the error does not."""
+        try:
+            yield
+        except UnicodeDecodeError as error:
+            sources = self._loader.get_search_path().get_path()
+            folders = [Path(str(one.path).removeprefix("file://")) for one in sources]
+            for path in (path for folder in folders for path in folder.rglob("*.yaml")):
+                try:
+                    path.read_text(encoding="utf-8")
+                except UnicodeDecodeError:
+                    raise UserError(f"{path} is not UTF-8: save it in this encoding") from error
+            raise
 
     def options(self, group: str) -> list[str]:
         """Return the choices of a group over the whole search path; none when there is no such group."""

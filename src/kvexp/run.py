@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
-import yaml
 
 from kvexp import model
 from kvexp.attention.options import Options, set_options
@@ -22,7 +22,7 @@ from kvexp.measure.timing import Stopwatch
 from kvexp.notes.llm import under_test
 from kvexp.report import provenance
 from kvexp.report.folder import RunFolder
-from kvexp.report.loggers import Job, global_rank, make_logger
+from kvexp.report.loggers import Guarded, Job, global_rank, make_logger
 from kvexp.report.record import build_record, read_records
 from kvexp.report.table import print_table
 from kvexp.schema import Settings
@@ -45,6 +45,8 @@ def run(settings: Settings) -> dict[str, Any]:
             record = folder.record() or {}
             _refuse_changed(settings, record)
             log.info("this cell is complete: %s (resume=false runs it anew)", folder.path)
+            if os.environ.get("WANDB_SWEEP_ID"):  # the sweep waits for a result under this run's own id
+                _log(_started_logger(settings, folder), folder, record)
             return record
         if not settings.resume:
             folder.set_aside()
@@ -71,11 +73,10 @@ def _help(settings: Settings, folder: RunFolder) -> NoReturn:
 
 def _recorded(settings: Settings, folder: RunFolder) -> dict[str, Any]:
     """Run the cell between the start and the end of its record and its logger."""
-    folder.write_config(yaml.safe_dump(settings.config, sort_keys=False))
+    folder.write_config(settings.config_text())
     started = provenance.start_provenance(settings.command)
-    choices = {**settings.choices, "budget": settings.budget.rows or "full", "seed": settings.seed}
-    logger = make_logger(**dataclasses.asdict(settings.logger))
-    logger.start(Job(settings.cell, folder.path, settings.output_dir, choices, settings.config))
+    choices = _choices(settings)
+    logger = _started_logger(settings, folder)
     parts: dict[str, Any] = {"provenance": started}
     build = functools.partial(build_record, cell=settings.cell, choices=choices, identity=identity(settings))
     try:
@@ -88,10 +89,24 @@ def _recorded(settings: Settings, folder: RunFolder) -> dict[str, Any]:
         logger.finish("failed" if isinstance(error, Exception) else "preempted", reason)
         raise
     folder.write_record(record)
+    _log(logger, folder, record)
+    return record
+
+
+def _choices(settings: Settings) -> dict[str, Any]:
+    return {**settings.choices, "budget": settings.budget.rows or "full", "seed": settings.seed}
+
+
+def _started_logger(settings: Settings, folder: RunFolder) -> Guarded:
+    logger = make_logger(**dataclasses.asdict(settings.logger))
+    logger.start(Job(settings.cell, folder.path, settings.output_dir, _choices(settings), settings.config))
+    return logger
+
+
+def _log(logger: Guarded, folder: RunFolder, record: dict[str, Any]) -> None:
     logger.metrics(record)
     logger.samples(folder.samples())
     logger.finish("complete")
-    return record
 
 
 def _pipe(settings: Settings, folder: RunFolder, parts: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,9 +83,12 @@ def _read_file(path: Path, folder: str) -> list[dict[str, str]]:
         )
     try:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
-            return [json.loads(line) for line in lines if line.strip()]
-    except (OSError, EOFError, ValueError) as error:
+            rows = [json.loads(line) for line in lines if line.strip()]
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise UserError(f"{path} cannot be read ({_first_line(error)}): fetch it again") from error
+    if not rows:
+        raise UserError(f"{path} holds no row: fetch it again")
+    return rows
 
 
 def _need_fields(rows: Sequence[Any], fields: Sequence[str], path: Path) -> None:
