@@ -160,11 +160,11 @@ def _settings(
             f" task={choices['task']} asks many on one context: take a task of questions, such as locomo, or"
             " a method that reads none, such as agentkvshift"
         )
-    if method.needs_units and task.kind != "lm_eval" and not task.units:
+    if method.needs_units and task.kind != "lm_eval" and not task.has_units:
         raise UserError(
             f"method={choices['method']} reuses units of text in other places, and a context of"
             f" task={choices['task']} is one unit in its own place, so that nothing would be wrong with it:"
-            " take task=locomo, ama_bench or state_change, or a label task such as intents"
+            " take task=locomo or ama_bench with task.k=10, state_change, or a label task such as intents"
         )
     if task.kind == "lm_eval" and method.id != "full":
         raise UserError(
