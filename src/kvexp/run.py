@@ -141,8 +141,8 @@ def _answered(settings: Settings, loaded: Any, folder: RunFolder, watch: Stopwat
     with under_test(loaded):
         task = settings.load_task(loaded.tokenizer)
     folder.check_inputs({"model_sha256": loaded.sha256, "data_sha256": task.data_sha256})
-    labelled = task if settings.task.kind == "labels" else None
-    memory = memory_for(settings, loaded, labelled, folder, watch)
+    shared = task if settings.task.shared_context else None
+    memory = memory_for(settings, loaded, shared, folder, watch)
     return KINDS[settings.task.kind](settings, loaded, task, memory, folder, watch)
 
 

@@ -14,22 +14,24 @@ from kvexp.errors import UserError
 from kvexp.methods.baseline.full import Full
 from kvexp.prompt import Context, bos_ids, encode
 from kvexp.tasks.adapter import KVLM
-from kvexp.tasks.base import TaskSet, Trace
+from kvexp.tasks.base import TaskSet, Trace, TraceSource
 from kvexp.tasks.evaluate import LabelEvaluation
 from kvexp.tasks.session import Session
 from kvexp.tasks.texts import load_texts
 
 
 def draw_traces(
-    spec: Any, source: TaskSet, loaded: Any, context: Context, seed: int
+    spec: Any, source: TraceSource, loaded: Any, context: Context, seed: int
 ) -> list[tuple[int, ...]]:
     """Return the token ids of `spec.n` traces, labelled as `spec.labels` says.
 
     `model` lets the model itself answer each query under the full context, so that no gold label is used.
     """
-    labels = "none" if spec.labels == "model" else spec.labels
+    by_model = spec.labels == "model" and isinstance(source, TaskSet)  # a task without labels refuses it
+    labels = "none" if by_model else spec.labels
     traces = source.traces(spec.n, labels, seed)
-    if spec.labels == "model":
+    if by_model:
+        assert isinstance(source, TaskSet)
         traces = _answered(spec, traces, source, loaded, context, seed)
     return [(*trace.query_ids, *trace.answer_ids) for trace in traces]
 

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from kvexp.budget import Budget
-from kvexp.evaluation.length import warn_of_length
+from kvexp.evaluation.length import held_tokens, warn_of_length
 from kvexp.measure.answered import Answered
 from kvexp.measure.decay import prefix_decay
 from kvexp.measure.timing import Stopwatch
@@ -19,6 +19,7 @@ from kvexp.schema import Settings
 from kvexp.tasks.adapter import KVLM
 from kvexp.tasks.base import TaskSet
 from kvexp.tasks.evaluate import LabelEvaluation, batched, by_length
+from kvexp.tasks.questions import QuestionSet
 from kvexp.tasks.scores import fidelity_summary, label_metrics
 from kvexp.tasks.session import Session
 
@@ -26,8 +27,9 @@ log = logging.getLogger(__name__)
 DECAY_TOKENS, DECAY_QUERIES = 32, 32
 
 
-def context_of(settings: Settings, task: TaskSet) -> Context:
+def context_of(settings: Settings, task: TaskSet | QuestionSet) -> Context:
     """Return the context that is encoded: the task's, or its header alone in the empty-prefix control."""
+    assert task.context is not None
     return Context(task.context.header, ()) if settings.calibration.empty_prefix else task.context
 
 
@@ -37,18 +39,22 @@ def answer(
     """Encode, query and measure a task with labels."""
     context = context_of(settings, task)
     queries = max(len(document.query_ids) for document in task.documents)
-    warn_of_length(loaded, len(context) + queries + task.max_new_tokens)
-    _tell_empty(settings, context)
     session = Session(loaded, settings.method, memory, settings.budget, watch)
+    warn_of_length(loaded, held_tokens(session, context) + queries + task.max_new_tokens)
+    _tell_empty(settings, context)
     with settings.method.attach(loaded.model, memory):
         cache = session.context(context)
         samples, decay = _answered(settings, session, task, context, folder)
     nominal = settings.budget.rows or max(cache.entries(), default=0)
-    usage = cache_usage(loaded.model, cache, len(context), nominal)
-    if memory is not None:
-        usage |= {name: value for name, value in memory.manifest.items() if name.startswith("cost_")}
+    usage = cache_usage(loaded.model, cache, len(context), nominal) | facts_of(memory)
     fidelity = fidelity_summary(samples, decay) if settings.fidelity else None
     return Answered(label_metrics(samples), usage, fidelity, session.decoded, task.data_sha256)
+
+
+def facts_of(memory: Any) -> dict[str, Any]:
+    """Return what the record tells of a memory: what its entries cost, and in how many parts it was built."""
+    manifest = {} if memory is None else getattr(memory, "manifest", {})
+    return {name: value for name, value in manifest.items() if name.startswith("cost_") or name == "parts"}
 
 
 def _tell_empty(settings: Settings, context: Context) -> None:

@@ -12,12 +12,9 @@ from kvexp.measure.timing import Stopwatch
 from kvexp.prompt import Context
 from kvexp.report.folder import RunFolder
 from kvexp.schema import Settings
-from kvexp.tasks.base import TaskSet
 
 
-def memory_for(
-    settings: Settings, loaded: Any, task: TaskSet | None, folder: RunFolder | None, watch: Stopwatch
-) -> Any:
+def memory_for(settings: Settings, loaded: Any, task: Any, folder: RunFolder | None, watch: Stopwatch) -> Any:
     """Return the memory of a method that learns something, else what its contexts share, or None.
 
     `task` gives the traces (None: it is loaded where they are wanted); `folder` gets a pointer to the memory.
@@ -31,7 +28,7 @@ def memory_for(
     return memory
 
 
-def _prepared(settings: Settings, loaded: Any, task: TaskSet | None) -> tuple[Any, dict[str, Any]]:
+def _prepared(settings: Settings, loaded: Any, task: Any) -> tuple[Any, dict[str, Any]]:
     spec = settings.calibration
     if spec.name == "text":
         context, items = Context((), ()), draw_segments(spec, loaded, settings.data_dir)

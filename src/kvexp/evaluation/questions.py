@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from kvexp.budget import Budget
 from kvexp.cache.kv_cache import KVCache
 from kvexp.errors import UserError
+from kvexp.evaluation.labels import context_of, facts_of
 from kvexp.evaluation.length import warn_of_questions
 from kvexp.measure.answered import Answered
 from kvexp.measure.timing import Stopwatch
@@ -50,8 +51,11 @@ def answer(
             "fidelity=true compares along known answers, and this task has none: leave it out, or take"
             " task=continuation"
         )
-    warn_of_questions(loaded, settings.task, task.questions)
+    if settings.calibration.empty_prefix and task.context is not None:
+        bare = context_of(settings, task)
+        task = replace(task, questions=[replace(one, context=bare) for one in task.questions])
     session = Session(loaded, settings.method, memory, settings.budget, watch)
+    warn_of_questions(session, settings.task, task.questions)
     run = Run(settings, session, task)
     apart = settings.method.needs_query
     batches = planned(task.questions, settings.batch_size, settings.sampling.samples, apart)
@@ -68,7 +72,7 @@ def answer(
     samples = folder.samples()
     fidelity = fidelity_summary(samples, None) if settings.fidelity else None
     metrics = question_metrics(samples, task, settings.sampling.samples)
-    usage = total_usage(run.usages)
+    usage = total_usage(run.usages) | facts_of(memory)
     return Answered(metrics, usage, fidelity, session.decoded, task.data_sha256, task.notes)
 
 

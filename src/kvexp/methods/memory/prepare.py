@@ -17,7 +17,7 @@ from kvexp.cache.kv_cache import KVCache, row_bytes
 from kvexp.cache.virtual import Virtual
 from kvexp.errors import UserError
 from kvexp.methods.memory.build import LayerBuilder, stored
-from kvexp.methods.memory.collect import Collector, encode_chunks
+from kvexp.methods.memory.collect import Collector, encode_chunks, parts_needed
 from kvexp.methods.memory.grouping import Grouping
 from kvexp.methods.memory.lookup import LayerLookup
 from kvexp.methods.memory.states import LayerMemory, StateMemory, refuse_mismatch
@@ -47,7 +47,11 @@ def prepare(method: Any, model: Any, calibration: Any, budget: Any) -> StateMemo
         )
     q_heads, kv_heads, d, dv = dims(model)
     grouping = Grouping.of(method.layout, q_heads, kv_heads, method.heads_per_entry)
-    tokens = sum(len(t) for t in calibration.traces) * (method.chunks if method.chunk_merge == "mean" else 1)
+    longest = max(map(len, calibration.traces))
+    count = parts_needed(method, model, calibration.context, longest)
+    tokens = sum(len(t) for t in calibration.traces)
+    if method.chunk_merge == "mean" and count == method.chunks:  # every trace runs over every chunk
+        tokens *= count
     k = grouping.entries(budget.limit(1 << 40), method.match, d, dv, row_numbers(model))
     k = min(k, tokens * grouping.samples)
     if tokens < FEW_TOKENS * k:
@@ -55,7 +59,7 @@ def prepare(method: Any, model: Any, calibration: Any, budget: Any) -> StateMemo
             "%d trace tokens for %d entries is %.1f each, below %d: raise calibration.n or lower the budget",
             tokens, k, tokens / k, FEW_TOKENS,
         )  # fmt: skip
-    caches = encode_chunks(method, model, calibration.context)
+    caches = encode_chunks(method, model, calibration.context, count)
     store = collected(method, model, caches, calibration)
     layers = {}
     for layer in calibration.track(store.layers, "clustering layers", len(store.layers)):
@@ -64,6 +68,7 @@ def prepare(method: Any, model: Any, calibration: Any, budget: Any) -> StateMemo
     manifest = {
         "context": calibration.context.key,
         "seen": caches[-1].seen,
+        "parts": count,
         "trace_tokens": tokens,
         **identity(method, model),
         **_described(layers, row_numbers(model)),
