@@ -130,7 +130,8 @@ def _pipe(settings: Settings, folder: RunFolder, parts: dict[str, Any]) -> None:
 def _loaded(settings: Settings) -> Any:
     """Return the model, with its options set."""
     loaded = model.load_once(settings.model, needs_full_layer=settings.method.needs_full_layer)
-    set_options(loaded.model, Options(settings.model.attention, settings.model.prefill_chunk))
+    spec = settings.model
+    set_options(loaded.model, Options(spec.attention, spec.prefill_chunk, spec.compiled))
     return loaded
 
 

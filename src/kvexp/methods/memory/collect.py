@@ -22,13 +22,14 @@ import torch
 from kvexp.attention import families
 from kvexp.attention.function import Call
 from kvexp.attention.rope import rotate
-from kvexp.cache.dense import DenseLayer, State
+from kvexp.cache.dense import DenseLayer
 from kvexp.cache.kv_cache import KVCache, empty_cache, prefill
 from kvexp.cache.shared import SharedRows
+from kvexp.cache.source import State
 from kvexp.errors import UserError
 from kvexp.methods.memory.lookup import key_space
 from kvexp.stats.samples import SampleStore
-from kvexp_kernels.merge_states.reference import merge_many
+from kvexp_kernels.merge_states import merge_many
 
 log = logging.getLogger(__name__)
 QUERY_SHARE = 4  # a parted context leaves one part in so many of the model's context to queries and answers
