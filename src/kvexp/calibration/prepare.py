@@ -10,6 +10,7 @@ from typing import Any
 
 from kvexp.budget import Budget
 from kvexp.calibration.store import Store
+from kvexp.crew.crew import ALONE, Crew
 from kvexp.errors import UserError
 from kvexp.methods.baseline.full import Full
 from kvexp.prompt import Context, bos_ids, encode
@@ -84,10 +85,12 @@ def prepare(
     batch_size: int,
     make_trainer: Callable[..., Any],
     keep_samples: bool = False,
+    crew: Crew = ALONE,
 ) -> tuple[Any, Path, bool]:
     """Return (memory, its folder, whether it was built now) of a method that needs calibration.
 
     `traces` are the token ids of traces, or of the segments of a text, which stand on an empty `context`.
+    Every rank of a crew builds its share, and has the whole in the end.
     """
     if not traces:
         raise UserError("calibration has nothing to learn from, use calibration.n=300")
@@ -101,13 +104,13 @@ def prepare(
     }
     name = method.memory_id or method.id  # methods that learn the same share it
     facts = {"method": name, **source, **method.memory_facts(budget, seed)}
-    store = Store(store_dir)
+    store = Store(store_dir, crew)
 
-    def build() -> Any:
+    def build(work: Path) -> Any:
         from kvexp.calibration.module import Runner  # Lightning is slow to import
 
         with store.samples({**source, **method.sample_knobs()}, keep_samples) as samples:
-            runner = Runner(context, traces, samples, make_trainer, batch_size, seed)
+            runner = Runner(context, traces, samples, make_trainer, batch_size, seed, work, crew)
             return method.prepare(loaded.model, runner, budget)
 
     memory, folder, built = store.get(name, facts, memory_class.load, build)

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -133,19 +132,16 @@ def _padded(traces: Sequence[Sequence[int]], device: torch.device) -> tuple[torc
 class Collector:
     """Turns batches of traces into samples of every full-attention layer."""
 
-    def __init__(
-        self, method: Any, model: Any, caches: list[KVCache], create: Callable[[], SampleStore]
-    ) -> None:
-        self.method, self.model, self.caches, self._create = method, model, caches, create
+    def __init__(self, method: Any, model: Any, caches: list[KVCache], store: SampleStore) -> None:
+        self.method, self.model, self.caches, self.store = method, model, caches, store
         self.sums = method.chunk_merge == "sum" and len(caches) > 1
         self.shares = len(caches) > method.chunks and not self.sums  # each trace over one part
         self.found: dict[int, list[dict[str, torch.Tensor]]] = {}  # by layer, a sample for each chunk to sum
         self.real = torch.empty(0, dtype=torch.bool)  # [B, T], which tokens of the batch at work are no pads
 
-    @cached_property
-    def store(self) -> SampleStore:
-        """Where this rank's samples go; made at its first batch: then all ranks are up, leftovers gone."""
-        return self._create()
+    def close(self) -> None:
+        """Finish the store."""
+        self.store.close()
 
     def __call__(self, traces: Sequence[Sequence[int]]) -> None:
         """Collect one batch."""

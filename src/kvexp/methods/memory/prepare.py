@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,10 +61,13 @@ def prepare(method: Any, model: Any, calibration: Any, budget: Any) -> StateMemo
         )  # fmt: skip
     caches = encode_chunks(method, model, calibration.context, count)
     store = collected(method, model, caches, calibration)
-    layers = {}
-    for layer in calibration.track(store.layers, "clustering layers", len(store.layers)):
+
+    def build(layer: int) -> dict[str, torch.Tensor]:
         built = LayerBuilder(method, store, layer, grouping, k, calibration.seed, model.device).build()
-        layers[layer] = stored(built, model.dtype, method.entries == "int8")
+        return stored(built, model.dtype, method.entries == "int8").tensors
+
+    made = calibration.spread(store.layers, build, "clustering layers")
+    layers = {layer: LayerMemory(grouping, tensors) for layer, tensors in made.items()}
     manifest = {
         "context": calibration.context.key,
         "seen": caches[-1].seen,
@@ -116,20 +119,18 @@ def row_numbers(model: Any) -> int:
 
 
 def collected(method: Any, model: Any, caches: list[KVCache], calibration: Any) -> SampleStore:
-    """Return the samples of the calibration's traces over encoded chunks, collected unless they were kept."""
-    if calibration.collected:
-        return SampleStore.merge(calibration.shards())
+    """Return the samples of the calibration's traces over encoded chunks."""
     q_heads, _, d, dv = dims(model)
     layers = [i for i, layer in enumerate(caches[-1].layers) if layer.window is None]
     fields = {"q": (q_heads, d), "a": (q_heads, dv), "s": (q_heads,)}
     if method.slope:
         fields["slope"] = (q_heads, d)
     dtype = torch.float64 if model.dtype == torch.float64 else getattr(torch, method.samples)
-    create = partial(SampleStore.create, calibration.folder, layers, fields, dtype)
-    collector = Collector(method, model, caches, create)
-    calibration.run(collector, calibration.traces, "collecting states")
-    collector.store.close()
-    return SampleStore.merge(calibration.shards())
+
+    def start(folder: Path) -> Collector:
+        return Collector(method, model, caches, SampleStore.create(folder, layers, fields, dtype))
+
+    return SampleStore.merge(calibration.collect(start, calibration.traces, "collecting states"))
 
 
 def window_rows(cache: KVCache) -> dict[int, dict[str, torch.Tensor]]:
