@@ -1,6 +1,7 @@
 # Everything from nothing: needs Python 3.11 to 3.13 and a package index. A second call of a target starts at once.
 #   make demo      the default model and task under five methods, as a table
 #   make test      what every change has to pass; `make test-all` adds the full product of methods and models
+#   make test-ci   Slurm, W&B sweeps, kills and restarts: what needs programs of its own (see .ci/run)
 #   make lint, make types, make imports      ruff, mypy, import contracts
 
 SHELL := /bin/bash
@@ -11,7 +12,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
-EXTRAS := dev,report
+EXTRAS := dev,report,slurm
 WORKERS := 2
 PYTEST_ARGS :=
 
@@ -29,10 +30,10 @@ if [ -z "$${found:-}" ]; then \
 fi
 endef
 
-.PHONY: help install model demo test test-all lint format types imports check clean
+.PHONY: help install model demo test test-all test-ci lint format types imports check clean
 
 help:
-	@sed -n 's/^# \{0,2\}//p' Makefile | sed -n 1,4p
+	@sed -n 's/^# \{0,2\}//p' Makefile | sed -n 1,5p
 
 $(BIN)/python:
 	@$(FIND_PYTHON); echo "creating $(VENV) with $$($$found --version)"; $$found -m venv --clear $(VENV)
@@ -53,10 +54,14 @@ demo: $(STAMPS)/model
 	$(BIN)/python scripts/demo.py
 
 test: $(STAMPS)/model
-	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) -m 'not slow' $(PYTEST_ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) -m 'not (slow or cluster or torture or browser)' $(PYTEST_ARGS)
 
 test-all: $(STAMPS)/model
-	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) -m 'not (cluster or torture or browser)' $(PYTEST_ARGS)
+
+# What starts clusters, kills runs and opens browsers: one at a time, and skipped where its programs are absent.
+test-ci: $(STAMPS)/model
+	$(ONE_THREAD) $(BIN)/python -m pytest -m 'cluster or torture or browser' $(PYTEST_ARGS)
 
 lint: $(STAMPS)/installed
 	$(BIN)/ruff check .

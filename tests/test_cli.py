@@ -58,7 +58,7 @@ WRONG = [
     (["--multirum"], "did you mean '--multirun'?"),
     (["--cfg", "jobs"], "invalid choice: 'jobs'"),
     (["--config-dir", "/no/such/folder"], "is not a folder"),
-    (["hydra/launcher=submitit_slurm"], "pip install 'kvexp[slurm]'"),
+    (["-m", "seed=0,1", "hydra/launcher=nope"], "nope"),
     (["trainer.foo=1"], "+trainer.foo="),
     (["+trainer.limit_predict_batches=1"], "trainer.limit_predict_batches=1 would learn from a part"),
     (["+trainer.fast_dev_run=true"], "lower calibration.n"),

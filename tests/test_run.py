@@ -18,6 +18,7 @@ from cells import cell, samples_of, words
 from kvexp import cli, embedded, tiny
 from kvexp import run as run_module
 from kvexp.budget import Budget
+from kvexp.errors import UserError
 from kvexp.evaluation import labels
 from kvexp.measure.answered import NothingHappened
 from kvexp.methods.baseline.full import Full
@@ -132,12 +133,24 @@ def test_a_context_beyond_the_model_is_said(
 ) -> None:
     settings = cell(tmp_path, "method=full", "limit=4")
     loaded = run_module.model.load_once(settings.model)
-    for limit, told in ((400, True), (4000, False)):
+
+    def limited(limit: int, *words: str) -> None:
         small = dataclasses.replace(loaded, context_limit=limit)
-        monkeypatch.setattr(run_module.model, "load_once", lambda spec, small=small, **more: small)
+        monkeypatch.setattr(run_module.model, "load_once", lambda spec, **more: small)
         caplog.clear()
-        run(cell(tmp_path / str(limit), "method=full", "limit=4"))
+        run(cell(tmp_path / str(limit), *words, "limit=4"))
+
+    for limit, told in ((650, True), (4000, False)):  # a context of 645 tokens, and queries behind it
+        limited(limit, "method=full")
         assert ("that this model was made for: lower task.context_tokens" in caplog.text) == told
+    with pytest.raises(
+        UserError, match="a context of 645 tokens exceeds the 400 that this model was made for"
+    ):
+        limited(400, "method=full")
+    endless = ("method=streaming_llm", "budget=64", "method.rope=in_cache", "method.prefill=chunks")
+    limited(400, *endless)  # no distance exceeds 64 tokens
+    with pytest.raises(UserError, match="exceeds the 400"):
+        limited(400, *endless[:3])
 
 
 class Lazy(Full):
@@ -201,12 +214,15 @@ def test_traces_may_be_labelled_by_the_model(tmp_path: Path) -> None:
     assert len({samples_of(settings) for settings in cells}) >= 3
 
 
-def test_a_rank_that_helps_leaves_the_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_nobody_wants_leaves_the_folder_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher has started two processes, and the trainer is for one."""
     monkeypatch.setenv("RANK", "1")
     settings = cell(tmp_path, "method=full")
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(UserError, match=r"process 1 of a job, and its trainer wants one.*trainer\.devices"):
         run(settings)
-    assert end.value.code == 0 and not settings.run_dir.exists()
+    assert not settings.run_dir.exists()
 
 
 def test_loggers_hear_how_a_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ Options = Callable[[str], Sequence[str]]
 
 PARTS = {"notes": "task.notes"}
 """Folders whose choices are parts of other choices, and the key that takes them."""
-_OPTIONAL_GROUPS = ("experiment", "debug")
-_PLUGINS = {"submitit": "slurm"}
+_OPTIONAL_GROUPS = ("cluster", "experiment", "sweep", "debug")
+_PLUGINS = {"submitit": "slurm", "optuna": "optuna"}
 
 
 def check_choice(group: str, override: Override, options: Sequence[str]) -> None:
@@ -67,10 +67,11 @@ def given(options: Options = lambda group: ()) -> Iterator[None]:
     """Turn what Hydra and OmegaConf raise inside the block into a UserError."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     try:
         yield
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         raise UserError(translate(error, options)) from error
 
 
@@ -78,10 +79,14 @@ def translate(error: BaseException, options: Options) -> str:
     """Return one sentence for an exception of Hydra or OmegaConf."""
     from hydra.errors import MissingConfigException
     from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+    from yaml import MarkedYAMLError
 
     for link in _chain(error):
         if isinstance(link, UserError):
             return str(link)
+        if isinstance(link, MarkedYAMLError) and link.problem_mark is not None:
+            place = f"{link.problem_mark.name}, line {link.problem_mark.line + 1}"
+            return f"{place}, is not YAML: {link.problem or link.context}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, choice = error.missing_cfg_file.rpartition("/")
         return no_choice(group, choice, error.options)
@@ -149,5 +154,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
+    """Return the first line that says something: Hydra's own may only announce the next."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith("composing config:"):
+        return f"{lines[0].partition(':')[0]}: {lines[1]}"
     return lines[0] if lines else type(error).__name__

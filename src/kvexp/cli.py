@@ -9,14 +9,19 @@ import argparse
 import logging
 import os
 import shlex
+import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, cast
 
-from kvexp import advice, commandline, compose, resolvers, schema
+from kvexp import advice, cluster, commandline, compose, launched, resolvers, schema, search
 from kvexp.errors import UserError
+from kvexp.logs import rank
+from kvexp.plan import write_plan
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -57,8 +62,17 @@ def settings_of(words: Sequence[str]) -> list[Settings]:
     Raises:
         UserError: the command line is wrong.
     """
-    _, cells = _plan(commandline.read(commandline.clean(words)))
-    return cells
+    return _plan(commandline.read(commandline.clean(words))).cells
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a command line asks for: its cells, whether they are a grid, and what starts and chooses them."""
+
+    cells: list[Settings]
+    is_grid: bool
+    launcher: str
+    chosen_first: bool  # false: a sweeper chooses the cells while it runs
 
 
 class Runner:
@@ -66,9 +80,10 @@ class Runner:
 
     def __init__(self, fail_fast: bool = False) -> None:
         self.failures: list[tuple[str, Exception]] = []
+        self.cells: list[Settings] = []
         self.skipped = 0
         self._fail_fast = fail_fast
-        self._process = os.getpid()
+        self._process = socket.gethostname(), os.getpid()
 
     def __call__(self, config: DictConfig) -> Any:
         """Run one cell; in a process that a launcher started, raise what failed, for the launcher to know."""
@@ -79,37 +94,67 @@ class Runner:
             return None
         try:
             settings = schema.validate(config, cast("DictConfig", HydraConfig.get()))
+            cluster.check_rank(settings, rank())
             for line in (f"run folder: {settings.run_dir}", *settings.remarks()):
                 log.info(line)
             from kvexp.run import run
 
-            return run(settings)
+            self.cells.append(settings)
+            record = run(settings)
+            return search.objective_of(record, settings.objective) if settings.objective else None
+        except SystemExit as end:  # a rank that has done its share; a launcher waits for what it returns
+            if self._is_here or end.code:
+                raise
+            return None
         except Exception as error:
             log.error("the run failed", exc_info=True)
-            if os.getpid() != self._process:
+            if not self._is_here:
                 raise
             self.failures.append((" ".join(HydraConfig.get().overrides.task), error))
             return None
 
+    def note(self, overrides: str, reason: str) -> None:
+        """Keep the failure of a cell that ran in another process."""
+        self.failures.append((overrides, UserError(reason)))
 
-def _plan(args: argparse.Namespace) -> tuple[bool, list[Settings]]:
+    @property
+    def _is_here(self) -> bool:
+        return (socket.gethostname(), os.getpid()) == self._process
+
+
+def _plan(args: argparse.Namespace) -> Plan:
     with compose.opened(args) as composer:
         is_grid, jobs = composer.jobs()
         cells = [_check(job, jobs) for job in jobs]
+        hydra = jobs[0].config.hydra
+        basic = str(hydra.sweeper["_target_"]).endswith(".BasicSweeper")
         if is_grid:
-            schema.check_grid(cells[0], jobs[0].config.hydra.launcher["_target_"])
-    return is_grid, cells
+            cluster.check_launcher(cells[0], hydra)
+        if is_grid and not basic:
+            search.check_search(cells[0])
+    return Plan(cells, is_grid, cluster.launcher_of(hydra), basic)
 
 
 def _run(args: argparse.Namespace) -> int:
-    is_grid, cells = _plan(args)
+    plan = _plan(args)
+    is_grid, cells = plan.is_grid, plan.cells
+    if is_grid and plan.chosen_first and rank() == 0:
+        write_plan(shlex.join(["python", "-m", "kvexp", *args.argv]), cells)
+    began = time.time()
     runner = Runner(fail_fast=cells[0].fail_fast)
+    submits = is_grid and plan.launcher in ("SlurmLauncher", "LocalLauncher")
     try:
-        _call_hydra(args, runner)
+        with launched.waited_for(runner.note) if submits else nullcontext():
+            _call_hydra(args, runner)
     except Exception as error:  # a cell failed in a process that a launcher started, or the launcher did
         if _file_error(error) is None:
             log.error("the launcher failed", exc_info=True)
         runner.failures.append(("", error))
+    if is_grid and not plan.chosen_first:
+        code = _finish_grid(runner.cells, runner)
+        for line in search.chosen(cells[0].output_dir, began, cells[0].command):
+            print(line)
+        return code
     if is_grid:
         return _finish_grid(cells, runner)
     for _, failure in runner.failures:

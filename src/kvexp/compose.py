@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvexp import advice, commandline
+from kvexp import advice, commandline, grids
 from kvexp.errors import UserError
 
 if TYPE_CHECKING:
@@ -75,17 +75,18 @@ class Composer:
         hydra_node = master.hydra
         shared = list(hydra_node.overrides.hydra)
         written = list(hydra_node.overrides.task)
-        plain = hydra_node.sweeper["_target_"].endswith(f".{BasicSweeper.__name__}")
+        plain = hydra_node.sweeper["_target_"].endswith((f".{BasicSweeper.__name__}", ".GridSweeper"))
         if not plain:
             fixed = [item.input_line for item in commandline.parse(written) if not item.is_sweep_override()]
             return [shared + fixed]
-        parameters = [f"{key}={value}" for key, value in (hydra_node.sweeper.get("params") or {}).items()]
-        parsed = self._with_loader([*parameters, *written])
-        batches = BasicSweeper.split_arguments(parsed, None)
-        for item in parsed if not batches[0] else ():
+        sweeper = hydra_node.sweeper
+        found = grids.cells(
+            self._with_loader, sweeper.get("params") or {}, sweeper.get("grid") or (), written
+        )
+        for item in self._with_loader(written) if not found else ():
             if item.is_sweep_override() and not list(item.sweep_string_iterator()):
                 raise UserError(f"{item.input_line} stands for no value: write the values, key=a,b")
-        return [shared + cell for cell in batches[0]]
+        return [shared + cell for cell in found]
 
     def _with_loader(self, written: Sequence[str]) -> list[Override]:
         """Parse with the loader at hand, which `glob(*)` needs to find its choices."""
@@ -102,7 +103,7 @@ class Composer:
     def _guarded(self, written: Sequence[str], mode: Any) -> Job:
         from hydra.types import RunMode
 
-        with advice.given(self.options):
+        with advice.given(self.options), self._readable():
             config = self._loader.load_configuration(
                 config_name=self._name,
                 overrides=list(written),
@@ -111,6 +112,21 @@ class Composer:
                 validate_sweep_overrides=mode == RunMode.RUN,
             )
         return Job(config, tuple(written))
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Name the file that is not UTF-8, which the error does not."""
+        try:
+            yield
+        except UnicodeDecodeError as error:
+            sources = self._loader.get_search_path().get_path()
+            folders = [Path(str(one.path).removeprefix("file://")) for one in sources]
+            for path in (path for folder in folders for path in folder.rglob("*.yaml")):
+                try:
+                    path.read_text(encoding="utf-8")
+                except UnicodeDecodeError:
+                    raise UserError(f"{path} is not UTF-8: save it in this encoding") from error
+            raise
 
     def options(self, group: str) -> list[str]:
         """Return the choices of a group over the whole search path; none when there is no such group."""

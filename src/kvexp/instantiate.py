@@ -17,6 +17,12 @@ from kvexp.advice import no_choice
 from kvexp.compose import conf_dir
 from kvexp.errors import UserError
 
+_BASES = {
+    "method": "kvexp.methods.base.Method",
+    "task": "kvexp.tasks.base.Task",
+    "notes": "kvexp.notes.units.NotesKind",
+}
+
 
 def build(group: str, choice: str, node: Mapping[str, Any]) -> Any:
     """Return the dataclass instance that `node` describes.
@@ -77,6 +83,8 @@ def target(group: str, choice: str, node: Mapping[str, Any]) -> Any:
         raise UserError(f"{where} names {name}, which is no class") from error
     if not dataclasses.is_dataclass(cls):
         raise UserError(f"{where} names {name}, which is no dataclass: a {group} is one")
+    if group in _BASES and not issubclass(cls, get_class(_BASES[group])):
+        raise UserError(f"{where} names {name}, which is no {group}: it subclasses {_BASES[group]}")
     return cls
 
 

@@ -17,7 +17,16 @@ from kvexp.budget import Budget
 from kvexp.cell import cell_hash, identity
 from kvexp.compose import conf_dir
 from kvexp.errors import UserError, suggest
-from kvexp.specs import CalibrationSpec, LoggerSpec, ModelSpec, SamplingSpec, at_least, refuse_partial, slug
+from kvexp.specs import (
+    CalibrationSpec,
+    LoggerSpec,
+    ModelSpec,
+    SamplingSpec,
+    at_least,
+    refuse_other_trainer,
+    refuse_partial,
+    slug,
+)
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -27,7 +36,7 @@ if TYPE_CHECKING:
 
 SPLITS = ("test", "validation")
 DATA_VARIABLE = "KVEXP_DATA_DIR"
-_AS_WRITTEN = ("seed", "split", "limit", "fidelity", "batch_size", "resume", "fail_fast")
+_AS_WRITTEN = ("seed", "split", "limit", "fidelity", "batch_size", "resume", "fail_fast", "objective")
 Spec = TypeVar("Spec")
 GROUPS = ("model", "method", "task", "calibration", "trainer", "logger")
 
@@ -50,6 +59,7 @@ class Config:
     temperature: float = 0.0
     top_p: float = 1.0
     samples: int = 1
+    objective: str | None = None
     batch_size: int = 32
     resume: bool = True
     fail_fast: bool = False
@@ -78,6 +88,7 @@ class Settings:
     batch_size: int
     resume: bool
     fail_fast: bool
+    objective: str | None  # the metric that a run returns to a search
     output_dir: Path
     store_dir: Path
     data_dir: str | None
@@ -97,6 +108,11 @@ class Settings:
         return self.task.load(
             tokenizer, seed=self.seed, split=self.split, limit=self.limit, data_dir=self.data_dir
         )
+
+    def config_text(self) -> str:
+        """Return the text of config.yaml: in its first line the command that repeats this cell."""
+        said = "" if "\n" in self.command else f"# {self.command}\n"
+        return said + yaml.safe_dump(self.config, sort_keys=False)
 
     def remarks(self) -> list[str]:
         """Return what is allowed but worth a line before the run starts."""
@@ -130,16 +146,6 @@ def validate(config: DictConfig, hydra: DictConfig) -> Settings:
     for group in GROUPS:
         _refuse_unusable(group, choices.get(group, ""), values.get(group) or {})
     return _settings(values, plain, choices, _command(hydra))
-
-
-def check_grid(settings: Settings, launcher: str) -> None:
-    """Refuse a grid in one process whose cells would start processes: the ranks would mix up the cells."""
-    devices = settings.trainer.get("devices", 1)
-    if launcher.endswith(".BasicLauncher") and devices not in (1, "1") and "SLURM_JOB_ID" not in os.environ:
-        raise UserError(
-            f"a grid cannot run with trainer.devices={check.show(devices)}: add hydra/launcher=submitit_slurm"
-            " or trainer.devices=1, or let a W&B agent start single runs"
-        )
 
 
 def _settings(
@@ -191,6 +197,7 @@ def _settings(
             f"method={choices['method']} needs a layer that attends to the whole context, and every layer of"
             f" model={choices['model']} has a sliding window: take method=full or another model"
         )
+    refuse_other_trainer(values["trainer"])
     refuse_partial(values["trainer"])
     _check_values(values)
     stated = getattr(task, "context_tokens", None)  # the length of every context, up to a few tokens
@@ -300,4 +307,13 @@ def _data_dir(written: str | None) -> str | None:
 def _command(hydra: DictConfig) -> str:
     folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
     words = [word for folder in folders for word in ("--config-dir", folder)]
-    return shlex.join(["python", "-m", "kvexp", *words, *hydra.overrides.task])
+    return shlex.join(["python", "-m", "kvexp", *words, *hydra.overrides.task, *_alone(hydra)])
+
+
+def _alone(hydra: DictConfig) -> list[str]:
+    """Return what makes one cell of a grid that comes from a file a run of its own."""
+    chosen = hydra.runtime.choices
+    from_file = any(chosen.get(group) for group in ("experiment", "sweep"))
+    if not from_file or str(hydra.mode).rpartition(".")[2] != "MULTIRUN":
+        return []
+    return ["hydra.sweeper.params=null"] if chosen.get("cluster") else ["hydra.mode=RUN"]

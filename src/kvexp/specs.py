@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from kvexp.errors import UserError
 
+TRAINERS = ("lightning.Trainer", "lightning.pytorch.Trainer")
 ANY_MODEL = "hf"
 
 
@@ -23,6 +24,31 @@ def at_least(key: str, value: int, minimum: int) -> None:
     """Raise UserError when `value` is below `minimum`."""
     if value < minimum:
         raise UserError(f"{key}={value} is not possible: {key} is at least {minimum}")
+
+
+def refuse_other_trainer(trainer: Mapping[str, Any]) -> None:
+    """Raise UserError unless `_target_` is Lightning's trainer, and those inside it are parts of Lightning.
+
+    A configuration names what is called: without this list a file of a stranger could call anything.
+    """
+    if trainer.get("_target_") not in TRAINERS:
+        raise UserError(f"trainer._target_={trainer.get('_target_')} is no trainer: it is lightning.Trainer")
+    for name in _targets({key: value for key, value in trainer.items() if key != "_target_"}):
+        if not name.startswith(("lightning.", "torch.distributed.", "datetime.timedelta")):
+            raise UserError(f"the trainer may not be made of {name}: name a class of lightning")
+
+
+def _targets(node: Any) -> Iterator[str]:
+    """Yield every `_target_` inside nested mappings and lists."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            if key == "_target_":
+                yield str(value)
+            else:
+                yield from _targets(value)
+    elif isinstance(node, list | tuple):
+        for item in node:
+            yield from _targets(item)
 
 
 def refuse_partial(trainer: Mapping[str, Any]) -> None:
@@ -50,6 +76,7 @@ class ModelSpec:
     device_map: str | None = None
     attention: Literal["auto", "reference", "flash", "flex"] = "auto"
     prefill_chunk: int = 1024
+    compiled: bool = False
     full_attention: bool = True  # false: every layer has a sliding window
 
     @property
@@ -146,13 +173,14 @@ class SamplingSpec:
 class LoggerSpec:
     """Where numbers go beside the run folder."""
 
-    name: Literal["auto", "none", "csv", "wandb"] = "auto"
+    name: Literal["auto", "none", "csv", "wandb", "trackio", "mlflow", "tensorboard"] = "auto"
     project: str = "kvexp"
     entity: str | None = None
     mode: Literal["online", "offline"] | None = None
+    artifact: bool = True
 
     def resolved(self, environment: Mapping[str, str] = os.environ) -> str:
-        """Return none, csv or wandb: `auto` is wandb where its key or a sweep is in the environment."""
+        """Return the logger that is meant: `auto` is wandb where its key or a sweep is in the environment."""
         if self.name != "auto":
             return self.name
         return "wandb" if environment.get("WANDB_API_KEY") or environment.get("WANDB_SWEEP_ID") else "none"

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-import struct
 import subprocess
 import sys
-import time
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import wandb
-from wandb.proto import wandb_internal_pb2
 
 from kvexp.report.loggers import Job, make_logger
 from kvexp.report.record import metric
 from kvexp.report.wandb_logger import default_mode
-
-BLOCK, HEADER = 32768, 7
-WHOLE, LAST = 1, 4
+from wandb_file import read
 
 
 @pytest.fixture(autouse=True)
@@ -32,71 +25,6 @@ def sealed(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
     monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("WANDB_SILENT", "true")
-
-
-def records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
-    """Yield the records of a .wandb file: blocks of 32 KiB, entries with a checksum."""
-    data = path.read_bytes()
-    ident, magic, _ = struct.unpack("<4sHB", data[:HEADER])
-    assert (ident, magic) == (b":W&B", 0xBEE1)
-    place, parts = HEADER, b""
-    while place < len(data):
-        left = BLOCK - place % BLOCK
-        if left < HEADER:
-            place += left
-            continue
-        checksum, length, kind = struct.unpack("<IHB", data[place : place + HEADER])
-        if kind == 0:
-            break
-        body = data[place + HEADER : place + HEADER + length]
-        assert zlib.crc32(bytes([kind]) + body) == checksum
-        place, parts = place + HEADER + length, parts + body
-        if kind in (WHOLE, LAST):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(parts)
-            parts = b""
-            yield record
-
-
-def finished(folder: Path) -> list[wandb_internal_pb2.Record]:
-    """Return the records of the one run below `folder`; wandb writes some only after `finish` returned."""
-    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        try:
-            found = list(records(path))
-        except (struct.error, AssertionError):  # half of an entry
-            found = []
-        if any(record.WhichOneof("record_type") == "exit" for record in found):
-            return found
-        time.sleep(0.02)
-    raise TimeoutError(path)
-
-
-def read(folder: Path) -> dict:
-    """Return run, config, summary, history, table and exit code of the one offline run below `folder`."""
-    found: dict = {"config": {}, "summary": {}, "history": [], "preempting": False}
-    for record in finished(folder):
-        kind = record.WhichOneof("record_type")
-        if kind == "run":
-            found["run"] = record.run
-            found["config"].update(
-                {item.key: json.loads(item.value_json) for item in record.run.config.update}
-            )
-        elif kind == "history":
-            found["history"].append(values(record.history.item))
-        elif kind == "summary":
-            found["summary"].update(values(record.summary.update))
-        elif kind == "exit":
-            found["exit"] = record.exit.exit_code
-        elif kind == "preempting":
-            found["preempting"] = True
-    found["tables"] = [json.loads(file.read_text()) for file in folder.rglob("*.table.json")]
-    return found
-
-
-def values(items) -> dict:
-    return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
 def job(tmp_path: Path, seed: int = 0) -> Job:
@@ -226,3 +154,37 @@ def test_importing_the_loggers_imports_neither_wandb_nor_torch():
     code += "print({'wandb', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_the_memory_is_an_artifact(tmp_path, make_record):
+    memory = tmp_path / "store/asm-00ff"
+    memory.mkdir(parents=True)
+    (memory / "memory.safetensors").write_bytes(b"tensors")
+    (memory / "manifest.json").write_text("{}")
+    (memory / ".lock").write_text("")
+    chosen = job(tmp_path)
+    pointer = {"folder": str(memory), "built": True, "manifest": {"entries": 64}}
+    (chosen.folder / "memory.json").write_text(json.dumps(pointer))
+    logger = make_logger("wandb", rank=0)
+    logger.start(chosen)
+    logger.metrics(make_record("asm"))
+    logger.finish("complete")
+    (artifact,) = [one for one in read(chosen.folder)["artifacts"] if one.type == "memory"]
+    assert artifact.name == "asm-tiny-traces" and "00ff" in artifact.aliases
+    assert json.loads(artifact.metadata) == {"entries": 64}
+    files = {entry.path: Path(entry.local_path) for entry in artifact.manifest.contents}
+    assert set(files) == {"memory.safetensors", "manifest.json"}
+    assert files["memory.safetensors"] == memory / "memory.safetensors"  # not copied
+
+
+def test_no_artifact_where_it_is_not_wanted_or_none_is_there(tmp_path, make_record):
+    for seed, knobs in enumerate(({}, {"artifact": False})):
+        chosen = job(tmp_path, seed)
+        if knobs:
+            (chosen.folder / "memory.json").write_text("not read")
+        logger = make_logger("wandb", rank=0, **knobs)
+        logger.start(chosen)
+        logger.metrics(make_record("asm", seed=seed))
+        logger.finish("complete")
+        found = read(chosen.folder)
+        assert not [one for one in found["artifacts"] if one.type == "memory"] and found["exit"] == 0

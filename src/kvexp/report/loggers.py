@@ -1,4 +1,4 @@
-"""Where a result is sent besides its own folder: nowhere, one CSV file, or Weights & Biases.
+"""Where a result is sent besides its own folder: nowhere, one CSV file, Weights & Biases, a local tracker.
 
 Every logger has four verbs: `start(job)`, `metrics(record)`, `samples(rows)`, `finish(status, error)`. A
 logger never ends a run: what it raises is told once, and the run goes on without it.
@@ -108,26 +108,44 @@ class Guarded:
             self._say(f"{type(self.inner).__name__} failed and is off for the rest of this run: {reason}")
 
 
+NAMES = ("auto", "none", "csv", "wandb", "trackio", "mlflow", "tensorboard")
+
+
 def make_logger(name: str, *, rank: int | None = None, say: Say = tell, **knobs: Any) -> Guarded:
-    """Return the logger `name`: "auto", "none", "csv" or "wandb" (with `WandbLogger`'s knobs).
+    """Return the logger `name`, one of `NAMES`; `knobs` are those of `WandbLogger`, and others use some.
 
     "auto" is wandb when its key or a sweep is in the environment, else none. Ranks above 0 log nothing.
     Raises UserError for another name.
     """
-    names = ("auto", "none", "csv", "wandb")
-    if name not in names:
-        raise UserError(f"logger={name} is unknown{suggest(name, names)}; choose one of {', '.join(names)}")
+    if name not in NAMES:
+        raise UserError(f"logger={name} is unknown{suggest(name, NAMES)}; choose one of {', '.join(NAMES)}")
     if name == "auto":
         name = "wandb" if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_SWEEP_ID") else "none"
-    if name == "none" or (global_rank() if rank is None else rank) > 0:
-        return Guarded(NoLogger(), say)
+    if (global_rank() if rank is None else rank) > 0:
+        name = "none"
+    return Guarded(_logger(name, knobs), say)
+
+
+def _logger(name: str, knobs: Mapping[str, Any]) -> Logger:
+    """Return the logger; its module, which may need a package that is not installed, is imported here."""
     if name == "csv":
         from kvexp.report.csv_logger import CsvLogger
 
-        return Guarded(CsvLogger(), say)
-    from kvexp.report.wandb_logger import WandbLogger
+        return CsvLogger()
+    if name == "wandb":
+        from kvexp.report.wandb_logger import WandbLogger
 
-    return Guarded(WandbLogger(**knobs), say)
+        return WandbLogger(**knobs)
+    if name == "none":
+        return NoLogger()
+    from kvexp.report import local_loggers
+
+    kinds: dict[str, type[local_loggers.Local]] = {
+        "trackio": local_loggers.TrackioLogger,
+        "mlflow": local_loggers.MlflowLogger,
+        "tensorboard": local_loggers.TensorboardLogger,
+    }
+    return kinds[name](knobs.get("project", "kvexp"))
 
 
 def summary(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
+from kvexp.report.averages import means
 from kvexp.report.collect import KINDS, Collected
 from kvexp.report.colours import palette
 from kvexp.report.details import memory_of
@@ -60,7 +61,7 @@ def page_data(
         "summary": ", ".join(said),
         "palette": palette([record["choices"]["method"] for record in records]),
         "words": WORDS,
-        "groups": facts,
+        "groups": [*means(facts), *facts],
         "cells": cells,
         "problems": [vars(problem) for problem in collected.problems],
         "kinds": dict(KINDS),

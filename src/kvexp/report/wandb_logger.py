@@ -6,18 +6,20 @@ import json
 import netrc
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
 
 from kvexp.errors import UserError
 from kvexp.report.loggers import Job, Outcome, flatten, summary
+from kvexp.specs import slug
 
 
 class WandbLogger:
     """Logs to one W&B run whose id is the cell, so that a run that goes on after a kill goes on there too.
 
-    `group` is the task and model unless given, so that seeds, methods and budgets stand together. In a sweep
-    the agent decides project, entity and id.
+    `group` is the task and model unless given, so that seeds, methods and budgets stand together. `artifact`
+    also logs the calibration artefact that the run used. In a sweep the agent decides project, entity and id.
     """
 
     def __init__(
@@ -26,12 +28,15 @@ class WandbLogger:
         entity: str | None = None,
         mode: Literal["online", "offline", "disabled"] | None = None,
         group: str | None = None,
+        artifact: bool = True,
     ) -> None:
         self.project = project
         self.entity = entity
         self.mode = mode
         self.group = group
+        self.artifact = artifact
         self._run: Any = None
+        self._job: Job | None = None
         self._summary: dict[str, Any] = {}
 
     def start(self, job: Job) -> None:
@@ -40,7 +45,7 @@ class WandbLogger:
             import wandb
         except ImportError as error:
             raise UserError("wandb is not installed: pip install wandb, or choose logger=none") from error
-        choices = job.choices
+        choices, self._job = job.choices, job
         in_sweep = bool(os.environ.get("WANDB_SWEEP_ID"))
         mode: Any = os.environ.get("WANDB_MODE") or self.mode or default_mode()
         self._summary = {}
@@ -66,6 +71,8 @@ class WandbLogger:
             self._run.define_metric(f"{task}/{name}", summary="max" if metric["higher_is_better"] else "min")
         self._summary = summary(record)
         self._run.log(self._summary)
+        if self.artifact:
+            self._log_memory()
 
     def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Log the samples as one table; nested values become JSON text."""
@@ -76,6 +83,28 @@ class WandbLogger:
         columns: list[str | int] = list(dict.fromkeys(key for row in rows for key in row))
         data = [[_cell(row.get(str(key))) for key in columns] for row in rows]
         self._run.log({"samples": wandb.Table(columns=columns, data=data, allow_mixed_types=True)})
+
+    def _log_memory(self) -> None:
+        """Log the calibration artefact that memory.json points to; W&B keeps equal files once.
+
+        Its alias is the fingerprint under which the store has it, and its metadata the manifest.
+        """
+        import wandb
+
+        assert self._job is not None
+        pointer = self._job.folder / "memory.json"
+        if not pointer.exists():
+            return
+        memory = json.loads(pointer.read_bytes())
+        folder = Path(memory["folder"])
+        choices = self._job.choices
+        words = (choices["method"], choices["model"], choices.get("calibration", "traces"))
+        name = slug("-".join(map(str, words)))
+        artefact = wandb.Artifact(name, type="memory", metadata=memory["manifest"])
+        for file in sorted(folder.iterdir()):
+            if file.is_file() and not file.name.startswith("."):  # not the store's lock
+                artefact.add_file(str(file), skip_cache=True, policy="immutable")
+        self._run.log_artifact(artefact, aliases=[folder.name.rpartition("-")[2]])
 
     def finish(self, status: Outcome, error: str | None = None) -> None:
         """Close the run: with exit code 0 when complete, else 1, which W&B shows as failed.

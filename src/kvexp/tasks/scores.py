@@ -57,7 +57,8 @@ def question_metrics(samples: Sequence[dict[str, Any]], task: Any, drawn: int) -
         values = [[one["scores"][name] for one in answers] for answers in questions]
         return nested.mean(values, name not in LOWER_IS_BETTER)
 
-    found: dict[str, Any] = {name: over(by_question, name) for name in names}
+    found: dict[str, Any] = task.overall(samples) if task.overall else {}
+    found |= {name: over(by_question, name) for name in names}
     groups_of = [answers[0].get("group", "").split(" | ") for answers in by_question]
     groups = list(dict.fromkeys(group for own in groups_of for group in own))
     if len(groups) > 1:

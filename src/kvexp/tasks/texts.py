@@ -10,6 +10,7 @@ import gzip
 import json
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -86,7 +87,7 @@ def read_gzip(path: Path) -> str:
     """Return the text of a .gz file; raises UserError when it cannot be read."""
     try:
         return gzip.decompress(path.read_bytes()).decode("utf-8")
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise UserError(f"{path} cannot be read ({error}): fetch it again") from error
 
 
@@ -96,6 +97,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         rows = [json.loads(line) for line in read_gzip(path).split("\n") if line.strip()]
     except ValueError as error:
         raise UserError(f"{path} cannot be read ({error}): fetch it again") from error
+    if not rows:
+        raise UserError(f"{path} holds no row: fetch it again")
     if not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{path} has a row that is no object: fetch it again")
     return rows

@@ -11,7 +11,7 @@ function budgetColumn() {
 function resultTable(group) {
   const shape = shapes(group), shown = group.metrics.slice(0, 4);
   const method = { name: "label", title: "method", left: true, wide: true, value: (row) => row.label, show: (row) => {
-    const name = el("span", { class: "named" }, mark(row.method, shape[row.label]), opener(row.cells[0], row.label));
+    const name = el("span", { class: "named" }, mark(row.method, shape[row.label]), row.cells.length ? opener(row.cells[0], row.label) : row.label);
     if (row.failed.length) name.append(el("span", { class: "tag bad", title: row.failed.join("\n") }, `${row.failed.length} failed`));
     return name;
   } };
@@ -19,7 +19,7 @@ function resultTable(group) {
   const costs = COST_COLUMNS.map(([name, title]) => ({ name, title, value: (row) => row.cost[name], show: (row) => amount(row.cost[name]) }));
   const seeds = group.seeds.length > 1 ? [{ name: "seeds", title: "seeds", value: (row) => row.seeds.length, show: (row) => row.seeds.length }] : [];
   const found = table([method, budgetColumn(), ...seeds, ...scores, ...costs], group.rows, { caption: "Results" });
-  const note = `± is the standard error over items${group.seeds.length > 1 ? ", then that over seeds" : ""}. A name opens its first run.`;
+  const note = `± is the standard error over items${group.seeds.length > 1 ? ", then that over seeds" : ""}. ${group.rows.some((row) => row.cells.length) ? "A name opens its first run." : "The mean is unweighted over tasks, of each task's first score."}`;
   return el("div", {}, found.whole, el("p", { class: "soft small" }, note));
 }
 
@@ -56,7 +56,7 @@ function paperTable(group) {
     text("paper", "paper", { show: (row) => el("span", { class: "paper", title: row.source ?? null }, [row.paper, row.table].filter(Boolean).join(", ")) }),
     text("model", "model"), text("method", "method"), { ...budgetColumn(), show: (row) => row.budget ?? "–" }, text("metric", "score", { show: (row) => words(row.metric) }),
     { name: "value", title: "paper", value: (row) => row.value, show: (row) => el("span", { class: "paper" }, String(row.value)) },
-    { name: "ours", title: "ours", value: (row) => row.ours?.value ?? null, show: (row) => withErrors(row.ours) },
+    { name: "ours", title: "ours", value: (row) => row.ours?.value ?? null, show: (row) => withErrors(row.ours, row.ours?.value > 1 ? 1 : 3) },
     { name: "n", title: "our items", value: (row) => row.ours?.n ?? null, show: (row) => amount(row.ours?.n) },
     text("setting", "setting", { wide: true }), text("note", "note", { wide: true }),
   ];
