@@ -23,7 +23,7 @@ ENTRY = {
 
 def row(method, budget, value):
     found = {"value": value, "se": 0.01, "se_seeds": None, "low": value - 0.02, "high": value + 0.02, "n": 30}
-    return {"method": method, "budget": budget, "metrics": {"accuracy": found}}
+    return {"label": method, "method": method, "budget": budget, "metrics": {"accuracy": found}}
 
 
 GROUP = {"task": "aime24", "rows": [row("snapkv", "1024", 0.125), row("snapkv", "2048", 0.25)]}

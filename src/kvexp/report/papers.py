@@ -30,7 +30,11 @@ def _ours(entry: PaperNumber, group: Mapping[str, Any]) -> dict[str, Any] | None
         if row["method"] == entry.method and row["budget"] in (entry.budget, "full") and found:
             per_cent = entry.value > 1 >= found["value"] >= 0
             errors = ("value", "se", "se_seeds", "low", "high")
-            return {**found, **{name: _times(found[name], per_cent) for name in errors}}
+            return {
+                "label": row["label"],
+                **found,
+                **{name: _times(found[name], per_cent) for name in errors},
+            }
     return None
 
 

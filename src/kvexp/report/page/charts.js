@@ -174,7 +174,7 @@ function steps(group, hidden) {
 
 /** A line for each row, over positions of generated text or over layers. */
 function curves(group, along, what, title, hidden) {
-  const { color } = looks(group), data = [];
+  const { color, shape } = looks(group), data = [];
   for (const row of group.rows) for (const name of what) {
     if (hidden.has(row.label)) continue;
     (row.curves[along][name] ?? []).forEach((value, at) => data.push({ label: row.label, budget: row.budget, name: words(name), value, at, line: `${row.label} ${row.budget} ${name}` }));
@@ -185,6 +185,7 @@ function curves(group, along, what, title, hidden) {
   const strokeDash = { field: "name", scale: { domain: what.map(words), range: [[1, 0], [4, 3]] } };
   return { data: { values: data }, layer: [
     { mark: { type: "line", strokeWidth: 1.8 }, encoding: { x, y, color, detail: { field: "line" }, ...(what.length > 1 ? { strokeDash } : {}) } },
+    { transform: [{ filter: "datum.at % 4 === 0" }], mark: { type: "point", filled: true, size: 36, opacity: 1 }, encoding: { x, y, color, shape } },
     { mark: { type: "point", size: 60, opacity: 0 }, encoding: { x, y, color, tooltip } },
   ] };
 }
