@@ -179,13 +179,15 @@ function curves(group, along, what, title, hidden) {
     if (hidden.has(row.label)) continue;
     (row.curves[along][name] ?? []).forEach((value, at) => data.push({ label: row.label, budget: row.budget, name: words(name), value, at, line: `${row.label} ${row.budget} ${name}` }));
   }
-  const x = { field: "at", type: "quantitative", title: along === "by_layer" ? "layer" : "generated token", axis: { grid: false, tickMinStep: 1 } };
+  const x = { field: "at", type: "quantitative", title: along === "by_layer" ? "layer" : "generated token", axis: { grid: false, tickMinStep: 1 }, scale: { nice: false } };
   const y = { field: "value", type: "quantitative", title, scale: { zero: false, nice: true } };
   const tooltip = [{ field: "label", title: "method" }, { field: "budget" }, { field: "name", title: "what" }, { field: "at" }, { field: "value", format: ".4f" }];
+  const budgets = [...new Set(data.map((point) => point.budget))].sort((a, b) => Number(a) - Number(b));
+  const opacity = { field: "budget", type: "ordinal", sort: budgets, scale: { domain: budgets, range: budgets.map((_, at) => 0.4 + 0.6 * (at + 1) / budgets.length) } };
   const strokeDash = { field: "name", scale: { domain: what.map(words), range: [[1, 0], [4, 3]] } };
   return { data: { values: data }, layer: [
-    { mark: { type: "line", strokeWidth: 1.8 }, encoding: { x, y, color, detail: { field: "line" }, ...(what.length > 1 ? { strokeDash } : {}) } },
-    { transform: [{ filter: "datum.at % 4 === 0" }], mark: { type: "point", filled: true, size: 36, opacity: 1 }, encoding: { x, y, color, shape } },
+    { mark: { type: "line", strokeWidth: 1.8 }, encoding: { x, y, color, opacity, detail: { field: "line" }, ...(what.length > 1 ? { strokeDash } : {}) } },
+    { transform: [{ filter: "datum.at % 4 === 0" }], mark: { type: "point", filled: true, size: 36 }, encoding: { x, y, color, shape, opacity } },
     { mark: { type: "point", size: 60, opacity: 0 }, encoding: { x, y, color, tooltip } },
   ] };
 }
