@@ -25,7 +25,9 @@ from kvexp.schema import Settings
 FOLDER = conf_dir() / "experiment"
 GROUPS = ("model", "method", "task", "calibration")
 PRESETS = tuple(
-    str(path.relative_to(FOLDER).with_suffix("")) for path in sorted(FOLDER.rglob("*.yaml")) if path.parent != FOLDER
+    str(path.relative_to(FOLDER).with_suffix(""))
+    for path in sorted(FOLDER.rglob("*.yaml"))
+    if path.parent != FOLDER
 )
 
 

@@ -42,7 +42,12 @@ def test_what_cannot_be_parted_is_one_sentence(monkeypatch):
 
 @pytest.mark.parametrize(
     ("lengths", "count", "bounds"),
-    [([7] * 6, 2, [0, 3, 6]), ([7] * 6, 3, [0, 2, 4, 6]), ([40, 1, 1, 1], 2, [0, 1, 4]), ([1, 1, 1, 40], 3, [0, 2, 3, 4])],
+    [
+        ([7] * 6, 2, [0, 3, 6]),
+        ([7] * 6, 3, [0, 2, 4, 6]),
+        ([40, 1, 1, 1], 2, [0, 1, 4]),
+        ([1, 1, 1, 40], 3, [0, 2, 3, 4]),
+    ],
 )
 def test_parts_hold_about_as_many_tokens(lengths, count, bounds):
     assert _bounds(lengths, count) == bounds
@@ -66,7 +71,10 @@ def test_each_trace_runs_over_one_part_whatever_the_batches(prepared, monkeypatc
     assert manifest["parts"] == 2 and manifest["trace_tokens"] == sum(map(len, TRACES))
     assert made.cache().seen == 24  # where queries stand
     assert torch.isfinite(made.logits(helpers.QUERIES)).all()
-    places = {trace: collect.Collector._place(dataclasses.make_dataclass("C", ["caches"])([0, 1]), trace) for trace in TRACES}
+    places = {
+        trace: collect.Collector._place(dataclasses.make_dataclass("C", ["caches"])([0, 1]), trace)
+        for trace in TRACES
+    }
     assert set(places.values()) == {0, 1}
 
 
@@ -82,5 +90,9 @@ def test_a_memory_in_parts_is_the_pooled_memory_of_its_parts(prepared, monkeypat
     alone = [prepared(mine[i], None, context=halves[i], layout="pooled") for i in (0, 1)]
     for layer in made.memory.layers:
         whole = torch.cat([b["s"].flatten() for b in made.samples.blocks(layer, 512)]).sort().values
-        parts = torch.cat([b["s"].flatten() for one in alone for b in one.samples.blocks(layer, 512)]).sort().values
+        parts = (
+            torch.cat([b["s"].flatten() for one in alone for b in one.samples.blocks(layer, 512)])
+            .sort()
+            .values
+        )
         torch.testing.assert_close(whole, parts, rtol=0, atol=1e-4)
