@@ -18,7 +18,7 @@ from kvexp.tasks.nba_data import Problem, load_problems
 from kvexp.tasks.questions import Question
 
 DATA = os.environ.get("KVEXP_DATA_DIR")
-RULES = "# Salaries\n\n(a) No team may pay too much.\n  (b) A player may be paid 25% of the cap.  \n\n(c) Ten years.\n"
+RULES = "# Salaries\n\n(a) No team may pay too much.\n  (b) A player may have 25%.  \n\n(c) Ten.\n"
 
 
 @pytest.fixture(autouse=True)
