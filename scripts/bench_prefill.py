@@ -217,7 +217,7 @@ def main(arguments: Sequence[str]) -> int:
     methods = built(lists["methods"], lists["shares"])
     torch.set_num_threads(numbers["threads"])
     loaded, spec = load_once(settings.model), settings.model
-    set_options(loaded.model, Options(spec.attention, spec.prefill_chunk))
+    set_options(loaded.model, Options(spec.attention, spec.prefill_chunk, spec.compiled))
     name, clock = clock_of(str(loaded.device), numbers["threads"])
     folder = settings.output_dir / "bench_prefill" / spec.label
     folder.mkdir(parents=True, exist_ok=True)

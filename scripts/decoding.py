@@ -33,7 +33,7 @@ class Decoder:
         spec, self.method = self.settings.model, self.settings.method
         self.loaded = load_once(spec, needs_full_layer=self.method.needs_full_layer)
         self.model: Any = self.loaded.model
-        set_options(self.model, Options(spec.attention, spec.prefill_chunk))
+        set_options(self.model, Options(spec.attention, spec.prefill_chunk, spec.compiled))
         self.memory = memory_for(self.settings, self.loaded, None, None, Stopwatch())
         self.cache: KVCache
         self.logits: torch.Tensor

@@ -4,8 +4,8 @@ a CPU.
     python scripts/demo.py [seed]
 
 Six runs of `task=intents` with SmolLM2-135M-Instruct: the floor, a truncated context, ASM in two layouts,
-the whole context, and a control whose memory never saw the demonstrations. Run folders, table and plot
-land in outputs/demo.
+the whole context, and a control whose memory never saw the demonstrations. Run folders and plot land in
+outputs/demo, a page with tables, figures and samples in outputs/demo/report.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from kvexp.cli import settings_of
 from kvexp.report.plot import storage_plot
 from kvexp.report.record import read_records
+from kvexp.report.write import write_report
 from kvexp.run import finish_grid, run
 
 OUTPUT = Path("outputs/demo")
@@ -40,7 +41,7 @@ the room of about 3,100 tokens.
 
 
 def main() -> int:
-    """Run the six cells, then print table and claim and draw the plot."""
+    """Run the six cells, then print table and claim, draw the plot and write the page."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("kvexp").setLevel(logging.INFO)
     seed, start = (sys.argv[1] if len(sys.argv) > 1 else "0"), time.perf_counter()
@@ -53,7 +54,9 @@ def main() -> int:
     print(CLAIM)
     records = [record for cell in cells for record in read_records(cell.run_dir)]
     picture = storage_plot(records, OUTPUT / "accuracy_by_storage.png")
+    page = write_report([OUTPUT], OUTPUT / "report")
     print(f"plot: {picture}\nrun folders: {OUTPUT}\ntime: {time.perf_counter() - start:.0f} s")
+    print(f"open this in a browser: {page.resolve().as_uri()}")
     return 0
 
 

@@ -48,7 +48,7 @@ class Bench:
         self.settings, spec = settings, settings.model
         self.loaded = load_once(spec)
         self.model, self.tokenizer = self.loaded.model, self.loaded.tokenizer
-        set_options(self.model, Options(spec.attention, spec.prefill_chunk))
+        set_options(self.model, Options(spec.attention, spec.prefill_chunk, spec.compiled))
         self.task = settings.load_task(self.tokenizer)
 
     def questions(self, count: int) -> list[Question]:

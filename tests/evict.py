@@ -84,7 +84,7 @@ class Watch:
 
         def acting(place: int, layer: Any, call: Any) -> None:
             stored = [s.unpack() for s in layer.sources if hasattr(s, "unpack")]
-            own = [layer.held()] if layer.rows else []
+            own = [layer.held().each(torch.clone)] if layer.rows else []  # rows may leave in place
             reading = evictor.phase == "prefill"
             act(place, layer, call)
             self.before[place] = ([*stored, *own], call, layer, reading)

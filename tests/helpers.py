@@ -72,19 +72,22 @@ class Calibration:
     def __init__(
         self, context: Context, traces: Sequence[Sequence[int]], folder: Path, seed: int = 0
     ) -> None:
-        self.context, self.traces, self.folder, self.seed = context, list(traces), folder / "rank-000", seed
-        self.batch_size, self.collected = 2, False
+        self.context, self.traces, self.folder, self.seed = context, list(traces), folder / "part", seed
+        self.batch_size = 2
 
-    def run(self, step: Any, items: Sequence[Any], what: str) -> None:
+    def collect(self, start: Any, items: Sequence[Any], what: str) -> list[Path]:
+        part = start(self.folder)
         with torch.no_grad():
             for at in range(0, len(items), self.batch_size):
-                step(list(items[at : at + self.batch_size]))
+                part(list(items[at : at + self.batch_size]))
+        part.close()
+        return self.parts()
 
-    def shards(self) -> list[Path]:
+    def spread(self, keys: Any, build: Any, what: str) -> dict[int, Any]:
+        return {key: build(key) for key in keys}
+
+    def parts(self) -> list[Path]:
         return [self.folder]
-
-    def track(self, items: Any, what: str, total: int | None = None) -> Any:
-        return items
 
 
 @torch.no_grad()

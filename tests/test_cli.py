@@ -271,6 +271,9 @@ def test_a_good_grid_and_one_from_a_file(tmp_path: Path) -> None:
     assert [cell["method"] for cell in experiment["cells"]] == ["no_context", "truncate", "asm", "full"]
     assert experiment["code"] == 0 and len(experiment["grids"][0]) == 4
     assert {cell["seed"] for cell in experiment["cells"]} == {1}
+    report = f"python -m kvexp.report {tmp_path}/outputs"
+    assert plain["err"].endswith(f"{report}\n")
+    assert experiment["err"].endswith(f"{report} --experiment intents_grid\n")
 
 
 def test_a_budget_beyond_the_context_is_said_and_allowed(tmp_path: Path) -> None:

@@ -103,8 +103,9 @@ def test_a_share_is_of_the_length_that_a_task_states() -> None:
     words = ("method=snapkv", "task=passkey", "task.context_tokens=1000")
     assert one(*words, "budget=50%").budget == Budget(500)
     assert one(*words, "budget=50%").cell == one(*words, "budget=500").cell
+    assert one("method=snapkv", "task=ruler", "task.length=2000", "budget=25%").budget == Budget(500)
     with pytest.raises(UserError, match="this task has no context of fixed length"):
-        one("method=snapkv", "task=ruler", "budget=50%")
+        one("method=snapkv", "task=locomo", "budget=50%")
 
 
 def test_a_method_that_ignores_the_budget_has_one_cell_for_all() -> None:
@@ -157,6 +158,13 @@ def test_tasks_of_units_take_methods_that_place_them(task: str) -> None:
     for method in ("agentkvshift", "reposition", "cacheblend"):
         assert one(f"method={method}", f"task={task}").task.units
     assert one("method=kivi", "method.of=agentkvshift", f"task={task}").method.needs_units
+
+
+@pytest.mark.parametrize("task", ["locomo", "ama_bench"])
+def test_a_single_note_is_no_prompt_of_units(task: str) -> None:
+    with pytest.raises(UserError, match=r"is one unit in its own place.*task.k=10"):
+        one("method=agentkvshift", f"task={task}", "task.k=1")
+    assert one("method=full", f"task={task}", "task.k=1").task.k == 1
 
 
 def test_remarks_only_beyond_the_context() -> None:

@@ -42,6 +42,8 @@ def cell_hash(identity: Mapping[str, object]) -> str:
 def identity(settings: Settings) -> dict[str, Any]:
     """Return every choice that can change an answer, and none of paths, devices, loggers and batch sizes."""
     model = {key: item for key, item in knobs(settings.model).items() if key not in _ELSEWHERE}
+    if not settings.model.compiled:  # sums in another order: where two tokens are level, the other may win
+        del model["compiled"]  # cells of before keep their names
     calibration = {"name": settings.calibration.name, **settings.calibration.learnt()}
     if settings.calibration_task is not None:
         calibration["task"] = {"name": settings.calibration.task, **knobs(settings.calibration_task)}

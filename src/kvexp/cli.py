@@ -166,12 +166,23 @@ def _finish_grid(cells: Sequence[Settings], runner: Runner) -> int:
     from kvexp.run import finish_grid
 
     finish_grid(list({cell.cell: cell for cell in cells}.values()))
+    if len(cells) > 1:
+        log.info("all of it as a page, tables and figures: %s", _report_command(cells))
     for cell, error in runner.failures:
         _say(f"{cell}: {_reason(error)}" if cell else _reason(error), FAILED)
     if not runner.failures:
         return 0
     skipped = f", {runner.skipped} were not started (fail_fast=true)" if runner.skipped else ""
     return _say(f"{len(runner.failures)} of {len(cells)} cells failed{skipped}", FAILED)
+
+
+def _report_command(cells: Sequence[Settings]) -> str:
+    """Return what shows the cells of a grid together."""
+    words = ["python", "-m", "kvexp.report", *dict.fromkeys(str(cell.output_dir) for cell in cells)]
+    presets = {cell.choices.get("experiment") for cell in cells}
+    if len(presets) == 1 and (preset := presets.pop()) is not None:
+        words += ["--experiment", preset]
+    return shlex.join(words)
 
 
 def _check(job: Job, jobs: Sequence[Job]) -> Settings:

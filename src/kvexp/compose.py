@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvexp import advice, commandline
+from kvexp import advice, commandline, grids
 from kvexp.errors import UserError
 
 if TYPE_CHECKING:
@@ -75,17 +75,18 @@ class Composer:
         hydra_node = master.hydra
         shared = list(hydra_node.overrides.hydra)
         written = list(hydra_node.overrides.task)
-        plain = hydra_node.sweeper["_target_"].endswith(f".{BasicSweeper.__name__}")
+        plain = hydra_node.sweeper["_target_"].endswith((f".{BasicSweeper.__name__}", ".GridSweeper"))
         if not plain:
             fixed = [item.input_line for item in commandline.parse(written) if not item.is_sweep_override()]
             return [shared + fixed]
-        parameters = [f"{key}={value}" for key, value in (hydra_node.sweeper.get("params") or {}).items()]
-        parsed = self._with_loader([*parameters, *written])
-        batches = BasicSweeper.split_arguments(parsed, None)
-        for item in parsed if not batches[0] else ():
+        sweeper = hydra_node.sweeper
+        found = grids.cells(
+            self._with_loader, sweeper.get("params") or {}, sweeper.get("grid") or (), written
+        )
+        for item in self._with_loader(written) if not found else ():
             if item.is_sweep_override() and not list(item.sweep_string_iterator()):
                 raise UserError(f"{item.input_line} stands for no value: write the values, key=a,b")
-        return [shared + cell for cell in batches[0]]
+        return [shared + cell for cell in found]
 
     def _with_loader(self, written: Sequence[str]) -> list[Override]:
         """Parse with the loader at hand, which `glob(*)` needs to find its choices."""

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 RANK_VARIABLES = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
 DEBUG_VARIABLE = "KVEXP_DEBUG"
+LIGHTNING = (
+    *("lightning", "lightning.pytorch", "lightning.pytorch.utilities.rank_zero"),
+    *("lightning.fabric", "lightning.fabric.utilities.rank_zero", "lightning.fabric.utilities.distributed"),
+)
+UNWANTED = (
+    *(".*does not have many workers.*", ".*predict returned None.*", ".*LeafSpec.*"),
+    ".*`srun` command is available.*",
+)
 
 
 def rank() -> int:
@@ -36,3 +47,20 @@ class NoTraceback(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether `record` is to be shown."""
         return record.exc_info is None or debugging()
+
+
+@contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Keep Lightning's advertisements, and its advice that is wrong for calibration, out of the log."""
+    loggers = [logging.getLogger(name) for name in LIGHTNING]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            for message in UNWANTED:
+                warnings.filterwarnings("ignore", message=message)
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

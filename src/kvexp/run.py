@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 
-from kvexp import model
+from kvexp import instantiate, model
 from kvexp.attention.options import Options, set_options
 from kvexp.cell import identity
+from kvexp.crew.crew import ALONE, Crew
+from kvexp.crew.launch import Launch, crew_of
 from kvexp.errors import UserError
 from kvexp.evaluation import continuation, labels, questions, stock
 from kvexp.evaluation.memory import memory_for
@@ -37,11 +40,13 @@ KINDS: dict[str, Callable[..., Answered]] = {
 
 def run(settings: Settings) -> dict[str, Any]:
     """Run one cell and return its record; a complete cell is reported as done, an interrupted one goes on."""
-    folder = RunFolder(settings.run_dir)
-    if global_rank() > 0:  # a rank that Lightning started to help with calibration; it ends there
-        _help(settings, folder)
-    with folder.lock():
+    folder, launch = RunFolder(settings.run_dir), _launch(settings)
+    if global_rank() > 0:  # a rank that helps with calibration and evaluation; it ends there
+        _help(settings, folder, launch)
+    ready = launch.joined() if launch and launch.together else contextlib.nullcontext(ALONE)
+    with ready as crew, folder.lock():
         if settings.resume and folder.status == "complete":
+            crew.broadcast(False)
             record = folder.record() or {}
             _refuse_changed(settings, record)
             log.info("this cell is complete: %s (resume=false runs it anew)", folder.path)
@@ -50,7 +55,24 @@ def run(settings: Settings) -> dict[str, Any]:
             return record
         if not settings.resume:
             folder.set_aside()
-        return _recorded(settings, folder)
+        return _recorded(settings, folder, launch, crew)
+
+
+def _launch(settings: Settings) -> Launch | None:
+    """Return how this cell's processes come together, None where there is one; lm-eval's tasks take one."""
+    if settings.task.kind == "lm_eval":
+        return None
+    trainer = functools.partial(instantiate.trainer, settings.trainer)
+    return crew_of(settings.trainer, trainer, settings.command)
+
+
+@contextlib.contextmanager
+def _together(launch: Launch | None, crew: Crew) -> Iterator[Crew]:
+    """Hand out a crew that is at work: `crew`, or the processes that are started now that there is work."""
+    start = contextlib.nullcontext(crew) if launch is None or crew is not ALONE else launch.joined()
+    with start as ready:
+        ready.broadcast(True)
+        yield ready
 
 
 def _refuse_changed(settings: Settings, record: dict[str, Any]) -> None:
@@ -63,15 +85,17 @@ def _refuse_changed(settings: Settings, record: dict[str, Any]) -> None:
         )
 
 
-def _help(settings: Settings, folder: RunFolder) -> NoReturn:
-    """Calibrate this rank's share where there is any, and end; nothing of the run folder is touched."""
-    complete = settings.resume and folder.status == "complete"
-    if settings.method.needs_calibration and not complete:
-        memory_for(settings, _loaded(settings), None, None, Stopwatch())
+def _help(settings: Settings, folder: RunFolder, launch: Launch | None) -> NoReturn:
+    """Do this rank's share where there is any, and end; of the run folder only a shard is written."""
+    if launch is not None:
+        with launch.joined() as crew:
+            if crew.broadcast():
+                _answered(settings, _loaded(settings), folder, Stopwatch(), crew)
+            crew.done()
     raise SystemExit(0)
 
 
-def _recorded(settings: Settings, folder: RunFolder) -> dict[str, Any]:
+def _recorded(settings: Settings, folder: RunFolder, launch: Launch | None, crew: Crew) -> dict[str, Any]:
     """Run the cell between the start and the end of its record and its logger."""
     folder.write_config(settings.config_text())
     started = provenance.start_provenance(settings.command)
@@ -80,7 +104,8 @@ def _recorded(settings: Settings, folder: RunFolder) -> dict[str, Any]:
     parts: dict[str, Any] = {"provenance": started}
     build = functools.partial(build_record, cell=settings.cell, choices=choices, identity=identity(settings))
     try:
-        _pipe(settings, folder, parts)
+        with _together(launch, crew) as ready:
+            _pipe(settings, folder, parts, ready)
         record = build(**parts)
     except BaseException as error:
         reason = str(error) or type(error).__name__
@@ -109,12 +134,12 @@ def _log(logger: Guarded, folder: RunFolder, record: dict[str, Any]) -> None:
     logger.finish("complete")
 
 
-def _pipe(settings: Settings, folder: RunFolder, parts: dict[str, Any]) -> None:
+def _pipe(settings: Settings, folder: RunFolder, parts: dict[str, Any], crew: Crew) -> None:
     """The stages of a run; each leaves what it measured in `parts`, the sections of the record."""
     watch = Stopwatch(str(model.pick_device(settings.model.device)))
     with watch("total"):
         loaded = _loaded(settings)
-        answered = _answered(settings, loaded, folder, watch)
+        answered = _answered(settings, loaded, folder, watch, crew)
     parts |= answered.sections(watch)
     parts["provenance"] = provenance.finish_provenance(
         parts["provenance"],
@@ -122,6 +147,7 @@ def _pipe(settings: Settings, folder: RunFolder, parts: dict[str, Any]) -> None:
         threads=torch.get_num_threads(),
         model_sha256=loaded.sha256,
         data_sha256=answered.data_sha256,
+        processes=crew.world,
         task=answered.notes,
     )
     check_counters(settings.method, settings.budget, parts["cache"])
@@ -130,20 +156,22 @@ def _pipe(settings: Settings, folder: RunFolder, parts: dict[str, Any]) -> None:
 def _loaded(settings: Settings) -> Any:
     """Return the model, with its options set."""
     loaded = model.load_once(settings.model, needs_full_layer=settings.method.needs_full_layer)
-    set_options(loaded.model, Options(settings.model.attention, settings.model.prefill_chunk))
+    spec = settings.model
+    set_options(loaded.model, Options(spec.attention, spec.prefill_chunk, spec.compiled))
     return loaded
 
 
-def _answered(settings: Settings, loaded: Any, folder: RunFolder, watch: Stopwatch) -> Answered:
-    """Prepare the method, then answer the task in the way of its kind."""
+def _answered(settings: Settings, loaded: Any, folder: RunFolder, watch: Stopwatch, crew: Crew) -> Answered:
+    """Prepare the method, then answer the task in the way of its kind; ranks other than 0 end in there."""
     if settings.task.kind == "lm_eval":
         return stock.answer(settings, loaded, folder, watch)
     with under_test(loaded):
         task = settings.load_task(loaded.tokenizer)
-    folder.check_inputs({"model_sha256": loaded.sha256, "data_sha256": task.data_sha256})
-    labelled = task if settings.task.kind == "labels" else None
-    memory = memory_for(settings, loaded, labelled, folder, watch)
-    return KINDS[settings.task.kind](settings, loaded, task, memory, folder, watch)
+    if crew.first:
+        folder.check_inputs({"model_sha256": loaded.sha256, "data_sha256": task.data_sha256})
+    shared = task if settings.task.shared_context else None
+    memory = memory_for(settings, loaded, shared, folder, watch, crew)
+    return KINDS[settings.task.kind](settings, loaded, task, memory, folder, watch, crew)
 
 
 def finish_grid(cells: Sequence[Settings]) -> None:

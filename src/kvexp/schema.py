@@ -141,7 +141,7 @@ def validate(config: DictConfig, hydra: DictConfig) -> Settings:
         plain = OmegaConf.to_container(OmegaConf.masked_copy(config, keys), resolve=True)
     plain = cast(dict[str, Any], plain)
     chosen = hydra.runtime.choices
-    choices = {group: str(chosen[group]) for group in GROUPS if chosen.get(group)}
+    choices = {group: str(chosen[group]) for group in (*GROUPS, "experiment") if chosen.get(group)}
     values = dataclasses.asdict(Config()) | check.fields(Config, plain, "", "the configuration")
     for group in GROUPS:
         _refuse_unusable(group, choices.get(group, ""), values.get(group) or {})
@@ -166,11 +166,11 @@ def _settings(
             f" task={choices['task']} asks many on one context: take a task of questions, such as locomo, or"
             " a method that reads none, such as agentkvshift"
         )
-    if method.needs_units and task.kind != "lm_eval" and not task.units:
+    if method.needs_units and task.kind != "lm_eval" and not task.has_units:
         raise UserError(
             f"method={choices['method']} reuses units of text in other places, and a context of"
             f" task={choices['task']} is one unit in its own place, so that nothing would be wrong with it:"
-            " take task=locomo, ama_bench or state_change, or a label task such as intents"
+            " take task=locomo or ama_bench with task.k=10, state_change, or a label task such as intents"
         )
     if task.kind == "lm_eval" and method.id != "full":
         raise UserError(

@@ -76,6 +76,7 @@ class ModelSpec:
     device_map: str | None = None
     attention: Literal["auto", "reference", "flash", "flex"] = "auto"
     prefill_chunk: int = 1024
+    compiled: bool = False
     full_attention: bool = True  # false: every layer has a sliding window
 
     @property

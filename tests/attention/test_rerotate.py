@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 import helpers
 from kvexp import tiny
-from kvexp.attention import families
+from kvexp.attention import families, rerotate
 from kvexp.attention.bands import Bands
 from kvexp.attention.rerotate import Angles, Rotary, moved
 
@@ -152,3 +152,14 @@ def test_whole_factors_turn_as_angles_do(pairs, width, last) -> None:
     torch.testing.assert_close(x * cos + angles.quarter(x) * sin, expected)
     moved = expected.square().sum(-1)
     torch.testing.assert_close(moved, x.square().sum(-1).expand(2, 5))  # a rotation
+
+
+@pytest.mark.parametrize("family", ["llama", "glm4", "deepseek_v3"])
+def test_the_kernel_takes_the_same_turn(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rotary = Rotary(helpers.model(family))
+    pairs = rotary.ordered(*(x[None] for x in cached(rotary.model, OLD)[0]))
+    angles = rotary.shift(0, OLD, NEW)
+    assert angles is not None
+    plain = angles.moved(pairs[0])
+    monkeypatch.setattr(rerotate, "fused", lambda *tensors: True)  # as where there is a kernel
+    torch.testing.assert_close(angles.moved(pairs[0]), plain)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from history import GROUPS, HEADS, WIDTH, History, numbers, padded, schedules
 from kvexp.attention.function import Call, Padding
-from kvexp.cache.dense import SLACK, DenseLayer
+from kvexp.cache.dense import DenseLayer
+from kvexp.cache.room import SLACK
 
 
 @given(

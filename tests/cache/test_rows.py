@@ -29,9 +29,10 @@ def call() -> Call:
 def test_ragged_rows_give_the_states_of_masked_ones() -> None:
     held, asked, layer = rows(), call(), DenseLayer()
     a, s = KeptRows(held, 20, 0).state(asked, layer)
-    ragged_a, ragged_s = RaggedRows(held, 20, 0).state(asked, layer)
-    torch.testing.assert_close(ragged_a, a)
-    torch.testing.assert_close(ragged_s, s)
+    ragged = RaggedRows(held, 20, 0)
+    for ragged_a, ragged_s in (ragged.state(asked, layer), ragged.at_once(asked)):
+        torch.testing.assert_close(ragged_a, a)
+        torch.testing.assert_close(ragged_s, s)
     for b in range(2):  # and those of softmax over what is really there
         for h in range(6):
             n = LENGTHS[b][h // 3]
@@ -45,10 +46,10 @@ def test_one_stored_context_serves_a_batch() -> None:
     held, asked, layer = rows().select(torch.tensor([0])), call(), DenseLayer()
     ragged = RaggedRows(held, 20, 0)
     assert ragged.batch == 1
-    for state, wanted in zip(
-        ragged.state(asked, layer), KeptRows(held, 20, 0).state(asked, layer), strict=True
-    ):
-        torch.testing.assert_close(state, wanted)
+    wanted = KeptRows(held, 20, 0).state(asked, layer)
+    for found in (ragged.state(asked, layer), ragged.at_once(asked)):
+        for state, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(state, other)
 
 
 def test_unpacking_gives_the_rows_back() -> None:

@@ -1,20 +1,22 @@
-"""Two processes that share the traces leave the memory that one leaves, up to the order of samples."""
+"""Real processes, started by the command line: they leave what one leaves, and a dead one is noticed."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
-from functools import partial
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import lightning
 import pytest
-import torch
 
-from kvexp import cli, model
-from kvexp.calibration.prepare import draw_traces, prepare
-from kvexp.methods.memory.states import StateMemory
+from cells import samples_of
+from kvexp import cli
+from kvexp.run import run
 
 ROOT = Path(__file__).parents[2]
 WORDS = [
@@ -22,9 +24,11 @@ WORDS = [
     "task=intents",
     "task.context_tokens=200",
     "task.n_calibration=2",
-    "limit=2",
+    "limit=6",
+    "batch_size=2",
     "budget=4096",
-    "calibration.n=5",  # one batch, were it not for two processes
+    "calibration.n=5",
+    "calibration.batch_size=2",
     "method.layout=pooled",
     "method.samples=float32",
     "logger=none",
@@ -32,64 +36,92 @@ WORDS = [
 TWO = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory) -> Path:
-    """The output folder of a run on two processes, through the command line."""
-    folder = tmp_path_factory.mktemp("two")
+def start(folder: Path, *more: str) -> subprocess.Popen:
+    """Start the command line on two processes."""
     paths = os.pathsep.join(str(ROOT / part) for part in ("src", "kernels"))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
         environment.pop(name, None)
-    done = subprocess.run(
-        [sys.executable, "-m", "kvexp", *WORDS, *TWO, f"output_dir={folder}"],
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvexp", *WORDS, *TWO, f"output_dir={folder}", *more],
         cwd=folder,
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
     )
-    assert done.returncode == 0, done.stderr
-    assert "MEMBER: 2/2" in done.stderr
-    return folder
 
 
-def alone(folder: Path) -> StateMemory:
-    """The memory that this process makes of the same command line."""
-    [run] = cli.settings_of([*WORDS, f"output_dir={folder}"])
-    loaded = model.load(run.model)
-    task = run.task.load(loaded.tokenizer, seed=run.seed, limit=run.limit)
-    traces = draw_traces(run.calibration, task, loaded, task.context, run.seed)
-    trainer = partial(lightning.Trainer, accelerator="cpu", devices=1)
-    how = (run.budget, run.seed, run.store_dir, run.calibration.batch_size, trainer)
-    return prepare(run.method, loaded, task.context, traces, *how)[0]
+def test_two_processes_make_the_files_of_one(tmp_path: Path) -> None:
+    """Memory and samples, byte for byte; one record, and nothing else is left."""
+    two = tmp_path / "two"
+    two.mkdir()
+    process = start(two)
+    [alone] = cli.settings_of([*WORDS, f"output_dir={tmp_path / 'one'}"])
+    run(alone)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert "Initializing" not in said and "litlogger" not in said
+    [settings] = cli.settings_of([*WORDS, f"output_dir={two}"])
+    record = json.loads((settings.run_dir / "record.json").read_text())
+    assert record["status"] == "complete" and record["provenance"]["processes"] == 2
+    [memory] = two.glob("store/asm-*/memory.safetensors")
+    assert memory.read_bytes() == next((tmp_path / "one/store").glob("asm-*/memory.safetensors")).read_bytes()
+    assert samples_of(settings) == samples_of(alone)
+    assert len(list(two.rglob("record.json"))) == 1 and not list(two.rglob("samples.*.jsonl"))
+    assert not list(two.rglob("samples-*")) and not list(two.rglob("work"))
 
 
-def test_two_processes_make_the_memory_of_one(two, tmp_path):
-    """Every distinct query is an entry of its own; sorted by log Z, the entries are the same."""
-    [folder] = (two / "store").glob("asm-*")
-    ours, expected = StateMemory.load(folder, {}), alone(tmp_path)
-    differ = {"sha256", "format"}  # what only a saved memory has
-    assert {k: v for k, v in ours.manifest.items() if k not in differ} == {
-        k: v for k, v in expected.manifest.items() if k not in differ
-    }
-    for index, layer in expected.layers.items():
-        other = ours.layers[index]
-        assert other.count.sum(1).tolist() == layer.count.sum(1).tolist()
-        for book in range(layer.grouping.codebooks):
-            a, b = (x.log_z[book, :, 0].argsort() for x in (layer, other))
-            torch.testing.assert_close(layer.log_z[book][a], other.log_z[book][b], rtol=0, atol=1e-4)
-            assert torch.equal(layer.count[book][a].sort().values, other.count[book][b].sort().values)
-            means = [
-                (x.keys[book] * x.norm[book][:, None] * x.count[book][:, None]).sum(0) for x in (layer, other)
-            ]
-            torch.testing.assert_close(*means, rtol=1e-4, atol=1e-2)
-            means = [(x.a[book] * x.count[book][:, None, None]).sum(0) for x in (layer, other)]
-            torch.testing.assert_close(*means, rtol=1e-4, atol=1e-2)
+def rank_1(of: subprocess.Popen) -> int:
+    """Wait for the process that rank 0 starts."""
+    for _ in range(1200):
+        for child in Path(f"/proc/{of.pid}/task/{of.pid}/children").read_text().split():
+            if b"limit=400" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return int(child)
+        time.sleep(0.05)
+    raise TimeoutError
 
 
-def test_one_record_and_no_samples_are_left(two):
-    """The second process ends after its share: it evaluates nothing and writes nothing but samples."""
-    assert len(list(two.glob("intents/tiny-llama/asm/b4096/*/record.json"))) == 1
-    [samples] = two.glob("intents/tiny-llama/asm/b4096/*/samples.jsonl")
-    assert len(samples.read_text().splitlines()) == 2
-    assert not list((two / "store").glob("samples-*"))
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads /proc")
+@pytest.mark.parametrize(
+    "after",
+    [
+        pytest.param(0.5, id="as it starts", marks=pytest.mark.cluster),
+        pytest.param(None, id="while it scores"),
+    ],
+)
+def test_a_dead_rank_ends_the_run_with_a_reason(tmp_path: Path, after: float | None) -> None:
+    """And the same command then goes on to the same result."""
+    process = start(tmp_path, "limit=400", "batch_size=1")
+    other = rank_1(process)
+    if after is None:
+        wait_for(lambda: list(tmp_path.rglob("samples.1.jsonl")))
+    else:
+        time.sleep(after)
+    os.kill(other, signal.SIGKILL)
+    begun = time.monotonic()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1 and time.monotonic() - begun < 30
+    assert "kvexp: RankLost: rank 1" in said and "the same command goes on" in said
+    [record] = tmp_path.rglob("record.json")
+    written = json.loads(record.read_text())
+    assert written["status"] == "failed" and written["error"].startswith("rank 1")
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads /proc")
+def test_ranks_end_with_the_first(tmp_path: Path) -> None:
+    process = start(tmp_path, "limit=400", "batch_size=1")
+    other = rank_1(process)
+    wait_for(lambda: list(tmp_path.rglob("samples.1.jsonl")))
+    process.kill()
+    process.communicate(timeout=60)
+    wait_for(lambda: not Path(f"/proc/{other}").exists(), 10)
+
+
+def wait_for(what: Callable[[], Any], seconds: float = 120) -> None:
+    """Wait until `what` is true."""
+    until = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < until
+        time.sleep(0.02)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import functools
+import json
 import logging
+import signal
+from functools import partial
+from pathlib import Path
 
 import lightning
 import pytest
 import torch
 
+import crews
 import helpers
+from kvexp.budget import Budget
 from kvexp.calibration import module
-from kvexp.calibration.module import Runner, planned
-from kvexp.calibration.store import COLLECTED
+from kvexp.calibration.module import PARTS, Runner, planned, segments
+from kvexp.crew.crew import ALONE
 from kvexp.errors import UserError
+from kvexp.methods.eviction.triattention import TriAttention
 from kvexp.methods.memory.asm import ASM
 from kvexp.methods.memory.collect import encode_chunks
 from kvexp.methods.memory.prepare import collected
 
-trainer = functools.partial(lightning.Trainer, accelerator="cpu", devices=1)
+trainer = partial(lightning.Trainer, accelerator="cpu", devices=1)
 TRACES = [helpers.tokens(n, seed=n) for n in (9, 3, 8, 4, 7, 5, 6)]
 
 
@@ -30,19 +36,11 @@ def test_batches_by_hand(monkeypatch):
     assert planned(items, 10) == [["b", "e", "g", "dd", "ff", "ccc", "aaaa"]]
 
 
-@pytest.mark.parametrize(
-    ("n", "size", "ranks"), [(20, 32, 2), (7, 4, 3), (5, 1, 5), (65, 8, 8), (300, 32, 16)]
-)
-def test_every_rank_gets_a_batch_and_every_item_is_in_one(n, size, ranks):
-    items = [[i] * (1 + i % 3) for i in range(n)]
-    batches = planned(items, size, ranks)
-    assert len(batches) >= ranks and max(map(len, batches)) <= size
-    assert sorted(item for batch in batches for item in batch) == sorted(items)
-
-
-def test_fewer_items_than_ranks_are_refused():
-    with pytest.raises(UserError, match="3 traces cannot be shared by 4 processes"):
-        planned([[1], [2], [3]], 8, 4)
+@pytest.mark.parametrize("n", [1, 5, 31, 32, 33, 64, 100])
+def test_parts_are_few_and_hold_every_batch_in_order(n):
+    runs = segments(n)
+    assert [place for run in runs for place in run] == list(range(n))
+    assert len(runs) <= PARTS and len({len(run) for run in runs[:-1]}) <= 1
 
 
 def test_the_runner_collects_what_a_plain_loop_does(tmp_path):
@@ -57,40 +55,155 @@ def test_the_runner_collects_what_a_plain_loop_does(tmp_path):
         for name, x in one.items():
             torch.testing.assert_close(x, two[name], rtol=0, atol=1e-4)
     # Samples that lie ready are not collected again.
-    assert runner.collected and (tmp_path / "lightning" / COLLECTED).exists()
-    again = Runner(context, [], tmp_path / "lightning", lambda **_: pytest.fail("a trainer was made"))
+    again = Runner(
+        context, TRACES, tmp_path / "lightning", lambda **_: pytest.fail("a trainer was made"), batch_size=3
+    )
     assert collected(method, model, caches, again).count(0) == ours.count(0)
+
+
+class Seen:
+    """A part that writes down what it was given."""
+
+    def __init__(self, folder: Path, fail_at: int = -1) -> None:
+        self.folder, self.fail_at, self.batches = folder, fail_at, []
+
+    def __call__(self, batch: list) -> None:
+        if len(everything) == self.fail_at:
+            raise KeyboardInterrupt
+        everything.append((batch, torch.is_grad_enabled()))
+        self.batches.append([len(item) for item in batch])
+
+    def close(self) -> None:
+        self.folder.mkdir()
+        (self.folder / "seen").write_text(json.dumps(self.batches))
+
+
+everything: list = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen():
+    everything.clear()
+
+
+def read(folders):
+    return [batch for folder in folders for batch in json.loads((folder / "seen").read_text())]
 
 
 def test_nothing_is_learnt_and_nothing_is_said(tmp_path, caplog, recwarn, capfd):
     """No gradients, no Lightning advertisements, no files beside the samples; log levels come back."""
-    seen = []
-
-    def step(batch):
-        seen.append((batch, torch.is_grad_enabled()))
-
     logger = logging.getLogger("lightning.pytorch")
     before = logger.level
     runner = Runner(None, TRACES, tmp_path, trainer, batch_size=4)
     with caplog.at_level(logging.INFO):
-        runner.run(step, TRACES, "collecting")
-    assert [batch for batch, _ in seen] == planned(TRACES, 4)
-    assert not any(grad for _, grad in seen)
-    assert logger.level == before and not list(tmp_path.iterdir())
+        runner.collect(Seen, TRACES, "collecting")
+    assert [batch for batch, _ in everything] == planned(TRACES, 4)
+    assert not any(grad for _, grad in everything)
+    assert logger.level == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["part-000", "part-001", "plan.json"]
     assert not caplog.records and not [str(w.message) for w in recwarn if "lightning" in str(w.filename)]
     assert capfd.readouterr() == ("", "")
 
 
-def test_each_rank_writes_to_a_folder_of_its_own(tmp_path, monkeypatch):
-    runner = Runner(None, [], tmp_path, trainer)
-    assert runner.folder == tmp_path / "rank-000"
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert runner.folder == tmp_path / "rank-003"
-    monkeypatch.setenv("RANK", "11")  # on the second of two machines
-    assert runner.folder == tmp_path / "rank-011"
-    with pytest.raises(SystemExit) as end:
-        runner.shards()
-    assert end.value.code == 0
+@pytest.mark.parametrize("ranks", [2, 3, 9])
+def test_ranks_share_the_parts_and_have_all_of_them(tmp_path, ranks):
+    """Also where there are more ranks than traces."""
+
+    def rank(crew):
+        runner = Runner(None, TRACES, tmp_path, trainer, batch_size=1, crew=crew)
+        return read(runner.collect(Seen, TRACES, "collecting"))
+
+    expected = [[len(item) for item in batch] for batch in planned(TRACES, 1)]
+    assert crews.together(ranks, rank) == [expected] * ranks
+    assert len(everything) == len(TRACES)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_interrupted_collection_goes_on_on_any_number_of_ranks(tmp_path, ranks):
+    runner = Runner(None, TRACES, tmp_path, trainer, batch_size=1)
+    with pytest.raises(KeyboardInterrupt):
+        runner.collect(partial(Seen, fail_at=4), TRACES, "collecting")
+    assert len(everything) == 4
+
+    def rank(crew):
+        again = Runner(None, TRACES, tmp_path, trainer, batch_size=1, crew=crew)
+        return read(again.collect(Seen, TRACES, "collecting"))
+
+    expected = [[len(item) for item in batch] for batch in planned(TRACES, 1)]
+    assert crews.together(ranks, rank) == [expected] * ranks
+    assert len(everything) == len(TRACES)  # nothing was run twice
+
+
+def test_other_traces_batches_or_a_damaged_part_are_collected_anew(tmp_path):
+    def collect(items, size):
+        everything.clear()
+        return read(
+            Runner(None, items, tmp_path, trainer, batch_size=size).collect(Seen, items, "collecting")
+        )
+
+    assert collect(TRACES, 2) == collect(TRACES, 2) and not everything
+    collect(TRACES, 3)
+    assert len(everything) == 3
+    collect(TRACES[:-1], 3)
+    assert len(everything) == 2
+    (tmp_path / "part-001/seen").write_text("")
+    assert collect(TRACES[:-1], 3) == [[3, 4, 5], [7, 8, 9]] and len(everything) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_what_is_spread_is_computed_once_and_known_to_all(tmp_path, ranks):
+    computed = []
+
+    def build(key):
+        computed.append(key)
+        return {"x": torch.full((2,), float(key))}
+
+    def rank(crew):
+        runner = Runner(None, [], tmp_path, trainer, crew=crew, work=tmp_path / "work")
+        return {key: found["x"].tolist() for key, found in runner.spread([3, 5, 8], build, "layers").items()}
+
+    assert crews.together(ranks, rank) == [{3: [3.0] * 2, 5: [5.0] * 2, 8: [8.0] * 2}] * ranks
+    assert sorted(computed) == [3, 5, 8]
+    (tmp_path / "work/0005.safetensors").unlink()
+    crews.together(ranks, rank)
+    assert sorted(computed) == [3, 5, 5, 8]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_make_the_very_memory_that_one_makes(tmp_path, ranks):
+    """ASM and TriAttention: bit by bit, since batches, their order and the order of sums are the plan's."""
+    context, model = helpers.context(), helpers.model("llama")
+
+    def prepared(method, folder, crew=ALONE):
+        runner = Runner(context, TRACES, folder / "s", trainer, 2, work=folder / "w", crew=crew)
+        made = method.prepare(model, runner, Budget(8))
+        made.manifest["context"] = ""
+        made.save(folder / str(crew.rank))
+        return (folder / str(crew.rank) / "memory.safetensors").read_bytes()
+
+    for number, method in enumerate((ASM(), TriAttention())):
+        alone = prepared(method, tmp_path / f"one-{number}")
+        folder = tmp_path / f"many-{number}"
+        assert crews.together(ranks, partial(prepared, method, folder)) == [alone] * ranks
+
+
+def test_a_signal_is_not_swallowed(tmp_path):
+    """Lightning's handler of SIGTERM would note it, tell other ranks, and go on."""
+
+    def terminated(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, terminated)
+
+    def kill(folder):
+        signal.raise_signal(signal.SIGTERM)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Runner(None, TRACES, tmp_path, trainer).collect(kill, TRACES, "collecting")
+        assert signal.getsignal(signal.SIGTERM) is terminated
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_the_bar_counts_batches(tmp_path, monkeypatch):
@@ -102,7 +215,7 @@ def test_the_bar_counts_batches(tmp_path, monkeypatch):
             shown.append((done, what, total, unit))
 
     monkeypatch.setattr(module, "track", watched)
-    Runner(None, TRACES, tmp_path, trainer, batch_size=3).run(lambda batch: None, TRACES, "collecting")
+    Runner(None, TRACES, tmp_path, trainer, batch_size=3).collect(Seen, TRACES, "collecting")
     assert shown == [
         (1, "collecting", 3, "batches"),
         (2, "collecting", 3, "batches"),
@@ -112,15 +225,15 @@ def test_the_bar_counts_batches(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("key", "value"), [("limit_predict_batches", 1), ("fast_dev_run", True)])
 def test_a_part_of_the_traces_is_refused(tmp_path, key, value):
-    partial = functools.partial(trainer, **{key: value})
-    runner = Runner(None, TRACES, tmp_path, partial, batch_size=3)
-    with pytest.raises(UserError, match=r"the trainer ran 3 traces where this process has 7: leave out"):
-        runner.run(lambda batch: None, TRACES, "collecting")
+    runner = Runner(None, TRACES, tmp_path, partial(trainer, **{key: value}), batch_size=3)
+    with pytest.raises(UserError, match=r"the trainer ran 1 batches where this process has 3: leave out"):
+        runner.collect(Seen, TRACES, "collecting")
 
 
 def test_an_exception_in_a_batch_comes_through(tmp_path):
-    def step(batch):
-        raise UserError("no")
+    class Failing(Seen):
+        def __call__(self, batch: list) -> None:
+            raise UserError("no")
 
     with pytest.raises(UserError, match=r"^no$"):
-        Runner(None, TRACES, tmp_path, trainer).run(step, TRACES, "collecting")
+        Runner(None, TRACES, tmp_path, trainer).collect(Failing, TRACES, "collecting")

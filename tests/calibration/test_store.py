@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import shutil
 import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from kvexp.calibration.store import COLLECTED, Store, fingerprint, finish, whole
+import crews
+from kvexp.calibration.store import KEPT, Store, fingerprint
 from kvexp.errors import UserError
 from kvexp.methods.memory.states import refuse_mismatch
-from kvexp.stats.samples import SampleStore
 
 
 class Artefact:
@@ -45,39 +43,39 @@ def test_the_fingerprint_is_of_the_facts_and_not_of_their_order():
 
 def test_built_once_then_loaded(tmp_path):
     store = Store(tmp_path / "store")
-    made, folder, built = store.get("asm", FACTS, load, lambda: Artefact("one"))
+    made, folder, built = store.get("asm", FACTS, load, lambda work: Artefact("one"))
     assert built and made.manifest == {"content": "one", **FACTS}
     assert folder == tmp_path / "store" / f"asm-{fingerprint(FACTS)}"
-    again, same, built = store.get("asm", FACTS, load, lambda: pytest.fail("built twice"))
+    again, same, built = store.get("asm", FACTS, load, lambda work: pytest.fail("built twice"))
     assert (again, same, built) == ({"content": "one", **FACTS}, folder, False)
-    _, other, built = store.get("asm", {**FACTS, "budget": "32"}, load, lambda: Artefact("two"))
+    _, other, built = store.get("asm", {**FACTS, "budget": "32"}, load, lambda work: Artefact("two"))
     assert built and other != folder
 
 
 def test_what_another_build_left_there_is_refused(tmp_path):
     store = Store(tmp_path)
-    _, folder, _ = store.get("asm", FACTS, load, lambda: Artefact("one"))
+    _, folder, _ = store.get("asm", FACTS, load, lambda work: Artefact("one"))
     wrong = {**FACTS, "knobs": {"key": "rope_actual", "chunks": 1}}
     (folder / "manifest.json").write_text(json.dumps(wrong))
     with pytest.raises(
         UserError, match=r"built for method\.key='rope_actual', not 'pre'.*store_dir elsewhere"
     ):
-        store.get("asm", FACTS, load, lambda: pytest.fail("built"))
+        store.get("asm", FACTS, load, lambda work: pytest.fail("built"))
 
 
 def test_a_build_that_failed_leaves_nothing_to_load(tmp_path):
     store = Store(tmp_path)
 
-    def fails():
+    def fails(work):
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError, match="no"):
         store.get("asm", FACTS, load, fails)
-    assert store.get("asm", FACTS, load, lambda: Artefact("one"))[2]
+    assert store.get("asm", FACTS, load, lambda work: Artefact("one"))[2]
 
 
 def _start(root: Path, log: Path) -> None:
-    def build() -> Artefact:
+    def build(work: Path) -> Artefact:
         with log.open("a") as file:
             file.write("built\n")
         time.sleep(0.3)
@@ -104,83 +102,64 @@ def samples(root: Path) -> list[Path]:
     return sorted(root.glob("samples-*"))
 
 
-def test_samples_are_removed_at_the_end_also_after_an_exception(tmp_path):
+def test_samples_are_removed_at_the_end_and_stay_after_an_exception(tmp_path):
     store = Store(tmp_path)
     with store.samples(FACTS, keep=False) as folder:
-        (folder / "rank-000").mkdir()
+        (folder / "part-000").mkdir()
         assert samples(tmp_path) == [folder] and folder.name == f"samples-{fingerprint(FACTS)}"
     assert not samples(tmp_path)
     for error in (RuntimeError("no"), KeyboardInterrupt()):
         with pytest.raises(type(error)), store.samples(FACTS, keep=False) as folder:
-            (folder / "rank-000").mkdir()
+            (folder / "part-000").mkdir(exist_ok=True)
             raise error
-        assert not samples(tmp_path)
-
-
-def collect(folder: Path, ranks: int = 2) -> None:
-    """Three samples of one layer from each rank."""
-    for rank in range(ranks):
-        store = SampleStore.create(folder / f"rank-{rank:03d}", [0], {"s": (2,)})
-        store.append(0, s=torch.zeros(3, 2))
-        store.close()
-    finish(folder)
+        assert names(folder) == ["part-000"]
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_kept_samples_are_reused_when_they_are_complete_only(tmp_path):
+def test_a_run_that_keeps_nothing_leaves_what_another_kept(tmp_path):
     store = Store(tmp_path)
     with store.samples(FACTS, keep=True) as folder:
-        (folder / "rank-000").mkdir()
-    with store.samples(FACTS, keep=True) as again:  # of a run that was killed
-        assert again == folder and not list(folder.iterdir())
-        collect(folder)
-    with store.samples(FACTS, keep=False) as third:
-        assert names(third) == [COLLECTED, "rank-000", "rank-001"]
-    assert whole(folder)  # a run that keeps nothing of its own leaves what another kept
-    (folder / COLLECTED).unlink()
-    with store.samples(FACTS, keep=False):
-        collect(folder)
-    assert not folder.exists()
+        (folder / "part-000").mkdir()
+    with store.samples(FACTS, keep=False) as again:
+        assert again == folder
+    assert names(folder) == [KEPT, "part-000"]
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-4])
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda folder: shutil.rmtree(folder / "rank-001"),
-        lambda folder: (folder / "rank-001/layer000.s.bin").unlink(),
-        lambda folder: cut(folder / "rank-000/layer000.s.bin"),
-        lambda folder: cut(folder / "rank-000/manifest.json"),
-        lambda folder: (folder / "rank-000/manifest.json").write_text("[]"),
-        lambda folder: (folder / COLLECTED).write_text(""),
-    ],
-)
-def test_damaged_samples_are_collected_anew(tmp_path, damage):
+def test_what_a_build_computed_is_there_after_an_interruption_and_gone_at_the_end(tmp_path):
     store = Store(tmp_path)
-    with store.samples(FACTS, keep=True) as folder:
-        collect(folder)
-    assert whole(folder)
-    damage(folder)
-    assert not whole(folder)
-    with store.samples(FACTS, keep=True):
-        assert not list(folder.iterdir())
-        collect(folder)
-    assert whole(folder)
+
+    def interrupted(work):
+        work.mkdir(parents=True)
+        (work / "0000.safetensors").touch()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.get("asm", FACTS, load, interrupted)
+    seen = []
+    _, folder, built = store.get("asm", FACTS, load, lambda work: seen.extend(names(work)) or Artefact("one"))
+    assert built and seen == ["0000.safetensors"]
+    assert names(folder) == [".lock", "manifest.json"]
 
 
-def test_a_further_rank_neither_waits_nor_cleans_up(tmp_path, monkeypatch):
-    store = Store(tmp_path)
-    with store.samples(FACTS, keep=False) as folder:
-        monkeypatch.setenv("LOCAL_RANK", "1")
-        with pytest.raises(SystemExit), store.samples(FACTS, keep=False) as same:
-            assert same == folder
-            raise SystemExit(0)
-        monkeypatch.delenv("LOCAL_RANK")
-        assert folder.is_dir()
-    assert not folder.exists()
+def test_ranks_follow_the_first(tmp_path):
+    """Rank 0 alone locks, saves and removes; the others get the same artefact."""
+
+    def rank(crew):
+        store = Store(tmp_path, crew)
+
+        def build(work):
+            with store.samples({"a": 1}, keep=False) as folder:
+                (folder / f"part-{crew.rank}").mkdir()
+                crew.barrier()
+                assert names(folder) == ["part-0", "part-1"]
+            return Artefact("one")
+
+        return [store.get("asm", FACTS, load, build) for _ in range(2)]
+
+    (one, again), (other, loaded) = crews.together(2, rank)
+    assert one[1:] == other[1:] and one[2] and not again[2]
+    assert one[0].manifest == other[0].manifest == again[0] == loaded[0]
+    assert names(tmp_path) == [f".samples-{fingerprint({'a': 1})}.lock", one[1].name]

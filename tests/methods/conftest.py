@@ -81,7 +81,7 @@ def prepared(tmp_path: Path) -> Callable[..., Prepared]:
         folder = tmp_path / f"memory-{next(numbers)}"
         calibration = helpers.Calibration(context, traces, folder, seed)
         memory = method.prepare(model, calibration, Budget(budget))
-        return Prepared(method, model, context, memory, SampleStore.merge(calibration.shards()))
+        return Prepared(method, model, context, memory, SampleStore.merge(calibration.parts()))
 
     return make
 

@@ -23,7 +23,7 @@ def updated(made, folder, traces=OTHERS, chunk=SECOND) -> tuple[StateMemory, Sam
     """The memory with one more chunk, and the new samples."""
     calibration = helpers.Calibration(chunk, traces, folder)
     memory = made.method.update(made.model, made.memory, calibration, WHOLE)
-    return memory, SampleStore.merge(calibration.shards())
+    return memory, SampleStore.merge(calibration.parts())
 
 
 def everything(store, layer, grouping):

@@ -80,19 +80,19 @@ def store_run(folder: Path, result: dict[str, Any], rows: list[dict[str, Any]]) 
     return {**result, "folder": str(folder)}
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_record():
     """The function that builds a valid record."""
     return build
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_samples():
     """The function that builds samples from a list of right (1) and wrong (0)."""
     return build_samples
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def store():
     """The function that writes a run folder."""
     return store_run

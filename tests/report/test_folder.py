@@ -103,8 +103,8 @@ START = """
             print("done already")
             sys.exit(0)
         plan = [[str(n)] for n in range(10)]
-        for ids in plan[folder.resume(plan):]:
-            folder.append([{"id": i} for i in ids])
+        for number in folder.resume(plan):
+            folder.append([{"id": i} for i in plan[number]])
             time.sleep(0.02)
         record = json.loads(Path(sys.argv[2]).read_text())
         record["provenance"]["command"] = str(os.getpid())

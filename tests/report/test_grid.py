@@ -172,3 +172,35 @@ def test_full_with_other_settings_or_an_empty_context_is_no_reference(
     right = run("f3", make_record("full", "full"), task={"context_tokens": 4096}, empty_prefix=False)
     grid = only([longer, empty, snap, right])
     assert paired(grid, grid.rows[2], "accuracy", Items()).items == 3
+
+
+def test_an_ablation_is_named_by_what_it_changes(make_record):
+    usual = {"trig": True, "norm": "weighted", "group": "max", "window": 64}
+    changes = [{}, {"trig": False}, {"norm": "none"}, {"group": "mean"}, {"window": 16}]
+    records = [
+        {**make_record("triattention"), "cell": str(i), "identity": {"method": {**usual, **change}}}
+        for i, change in enumerate(changes)
+    ]
+    assert [row.label for row in only(records).rows] == [
+        "triattention",
+        "triattention trig=off",
+        "triattention norm=none",
+        "triattention group=mean",
+        "triattention window=16",
+    ]
+
+
+def test_answers_to_one_question_are_one_item_of_a_difference(tmp_path, make_record, make_samples, store):
+    def stored(name, method, budget, right):
+        record = {**make_record(method, budget), "identity": {"sampling": {"samples": 2}}}
+        rows = make_samples(right)
+        for at, row in enumerate(rows):
+            row |= {"id": f"{at // 2}/{at % 2}", "query": f"q{at // 2}"}
+        return store(tmp_path / name, record, rows)
+
+    grid = only(
+        [stored("f", "full", "full", [1, 1, 1, 0, 0, 0]), stored("s", "snapkv", 512, [0, 0, 1, 0, 1, 0])]
+    )
+    pair = paired(grid, grid.rows[1], "accuracy", Items())
+    assert (pair.items, pair.wins, pair.losses) == (3, 1, 1)
+    assert pair.difference.value == pytest.approx((-1 + 0 + 0.5) / 3)

@@ -21,8 +21,8 @@ def test_items_are_told_apart_by_query_and_expectation(tmp_path, make_record, ma
     first = store(tmp_path / "0", make_record(seed=0), make_samples([1, 0], queries="a"))
     second = store(tmp_path / "1", make_record(seed=1), make_samples([1, 1], queries="b"))
     items = Items()
-    values = [items.values(record, "accuracy") for record in (first, second)]
-    assert [sorted(value.values()) for value in values] == [[0.0, 1.0], [1.0, 1.0]]
+    values = [items.answers(record, "accuracy") for record in (first, second)]
+    assert [sorted(value.values()) for value in values] == [[(0.0,), (1.0,)], [(1.0,), (1.0,)]]
     assert len(mean_by_item(values)) == 4
 
 
@@ -31,12 +31,22 @@ def test_an_item_asked_twice_has_its_mean(tmp_path, make_record, make_samples, s
         store(tmp_path / str(seed), make_record(seed=seed), make_samples(right, seed=seed))
         for seed, right in enumerate([[1, 0], [1, 1], [0, 1]])
     ]
-    means = mean_by_item([Items().values(record, "accuracy") for record in records])
-    assert list(means.values()) == pytest.approx([2 / 3, 2 / 3])
+    means = mean_by_item([Items().answers(record, "accuracy") for record in records])
+    assert [mean for (mean,) in means.values()] == pytest.approx([2 / 3, 2 / 3])
 
 
 def test_missing_samples_or_scores_give_nothing(tmp_path, make_record, make_samples, store):
-    assert Items().values(make_record(), "accuracy") == {}
-    assert Items().values({**make_record(), "folder": str(tmp_path)}, "accuracy") == {}
+    assert Items().answers(make_record(), "accuracy") == {}
+    assert Items().answers({**make_record(), "folder": str(tmp_path)}, "accuracy") == {}
     record = store(tmp_path / "0", make_record(), make_samples([1, 0]))
-    assert Items().values(record, "accuracy_calibrated") == {}
+    assert Items().answers(record, "accuracy_calibrated") == {}
+
+
+def test_several_answers_to_a_question_are_one_item(tmp_path, make_record, make_samples, store):
+    record = {**make_record(), "identity": {"sampling": {"samples": 2}}}
+    rows = make_samples([1, 0, 0, 0])
+    for row, (problem, number) in zip(rows, [("7", 0), ("7", 1), ("a/b", 0), ("a/b", 1)], strict=True):
+        row |= {"id": f"{problem}/{number}", "query": problem}
+    found = Items().answers(store(tmp_path / "0", record, rows), "accuracy")
+    assert {item[0]: answers for item, answers in found.items()} == {"7": (1.0, 0.0), "a/b": (0.0, 0.0)}
+    assert list(mean_by_item([found, {item: (1.0,) for item in found}]).values()) == [(1.0, 0.0), (0.5, 0.0)]

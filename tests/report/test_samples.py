@@ -9,9 +9,11 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -84,18 +86,19 @@ def test_rounding_is_within_half_a_step_and_idempotent(number):
     assert canonical(rounded) == rounded
 
 
-def test_append_needs_the_plan_and_its_next_batch(tmp_path):
+def test_append_needs_the_plan_and_a_batch_that_is_to_come(tmp_path):
     file = SampleFile(tmp_path / "s.jsonl")
     with pytest.raises(ValueError, match="call resume"):
         file.append(batch(["a"]))
-    assert file.resume(PLAN) == 0
-    with pytest.raises(ValueError, match="batch 0 of the plan"):
+    assert file.resume(PLAN) == [0, 1, 2]
+    with pytest.raises(ValueError, match="no batch of the plan that is still to come"):
         file.append(batch(["a", "b"]))
-    for ids in PLAN:
+    for ids in reversed(PLAN):
         file.append(batch(ids))
-    with pytest.raises(ValueError, match="batch 3 of the plan"):
+    with pytest.raises(ValueError, match=r"still to come has the ids \['f'\]"):
         file.append(batch(["f"]))
-    assert [sample["id"] for sample in file.read()] == list("abcdef")
+    assert [sample["id"] for sample in file.read()] == list("fdeabc")
+    assert file.resume(PLAN) == [] and [sample["id"] for sample in file.read()] == list("abcdef")
 
 
 def test_a_plan_that_names_a_sample_twice_is_refused(tmp_path):
@@ -113,50 +116,105 @@ def test_every_cut_point_resumes_to_the_same_bytes(tmp_path, monkeypatch):
         path = tmp_path / "cut.jsonl"
         path.write_bytes(whole[:size])
         file = SampleFile(path)
-        done = file.resume(PLAN)
-        assert done == sum(end <= size for end in ends[1:])
-        assert path.read_bytes() == whole[: ends[done]]
-        for ids in PLAN[done:]:
-            file.append(batch(ids))
+        left = file.resume(PLAN)
+        whole_ones = sum(end <= size for end in ends[1:])
+        assert left == list(range(whole_ones, 3))
+        assert path.read_bytes() == whole[: ends[whole_ones]]
+        for number in left:
+            file.append(batch(PLAN[number]))
         assert path.read_bytes() == whole
 
 
-def test_a_damaged_line_in_the_last_batch_is_repeated(tmp_path):
+@pytest.mark.parametrize("at", [1, 3, 5])
+@pytest.mark.parametrize("rubbish", [b"{]", b"\0" * 40, b"[]", b'{"id": 7}', b""])
+def test_a_damaged_line_is_kept_aside_and_its_batch_done_again(tmp_path, at, rubbish, caplog):
     path = tmp_path / "s.jsonl"
-    lines = written(path, PLAN[:2]).splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:3]) + b"\0" * 40 + b"\n" + lines[4])
-    assert SampleFile(path).resume(PLAN) == 1
-    assert path.read_bytes() == b"".join(lines[:3])
-
-
-def test_a_damaged_line_before_the_last_batch_is_refused_and_kept(tmp_path):
-    path = tmp_path / "s.jsonl"
-    lines = written(path, PLAN).splitlines(keepends=True)
-    damaged = b"".join([lines[0], b"{]\n", *lines[2:]])
+    whole = written(path, PLAN)
+    lines = whole.splitlines(keepends=True)
+    damaged = b"".join([*lines[:at], rubbish + b"\n", *lines[at + 1 :]])
     path.write_bytes(damaged)
-    with pytest.raises(UserError, match=r"line 2 of .*s\.jsonl is damaged: start with resume=false"):
-        SampleFile(path).resume(PLAN)
-    assert path.read_bytes() == damaged
+    file = SampleFile(path)
+    [number] = file.resume(PLAN)
+    assert number == {1: 0, 3: 1, 5: 2}[at]
+    assert path.read_bytes() == b"".join(line for i, line in enumerate(lines) if "aaabbc"[i] != "abc"[number])
+    file.append(batch(PLAN[number]))
+    file.settle(list("abcdef"))
+    assert path.read_bytes() == whole
+    assert (tmp_path / "s.jsonl.damaged-1").read_bytes() == damaged
+    assert f"line {at + 1} of {path} cannot be read" in caplog.text
 
 
-def test_other_ids_and_too_many_lines_are_refused_and_kept(tmp_path):
+def test_samples_of_another_run_are_refused_and_kept(tmp_path):
     path = tmp_path / "s.jsonl"
     before = written(path, PLAN)
-    with pytest.raises(UserError, match=r"line 2 of .*s\.jsonl is 'b', not 'x': start with resume=false"):
+    with pytest.raises(
+        UserError, match=r"line 2 of .*s\.jsonl is 'b', which is not a sample of this run: start"
+    ):
         SampleFile(path).resume([["a", "x", "c"], ["d", "e"], ["f"]])
-    with pytest.raises(UserError, match="more samples than the 5 of this run"):
+    with pytest.raises(UserError, match="line 6 of"):
         SampleFile(path).resume(PLAN[:2])
     assert path.read_bytes() == before
 
 
-def test_other_batches_over_the_same_order_continue(tmp_path):
+def test_other_batches_of_the_same_samples_continue(tmp_path):
     path = tmp_path / "s.jsonl"
     whole = written(path, PLAN)
     path.write_bytes(b"".join(whole.splitlines(keepends=True)[:5]))
     file = SampleFile(path)
-    assert file.resume([["a", "b"], ["c", "d", "e", "f"]]) == 1
+    assert file.resume([["a", "b"], ["c", "d", "e", "f"]]) == [1]
     file.append(batch(["c", "d", "e", "f"]))
     assert path.read_bytes() == whole
+
+
+@given(st.data())
+def test_any_ranks_any_cuts_any_number_of_times(data):
+    """Each start has a number of ranks of its own; each rank is cut anywhere, also inside a line."""
+    plan = [[f"{n}{x}" for x in "xyz"[: 1 + n % 3]] for n in range(7)]
+    order = sorted(one for ids in plan for one in ids)
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(os, "fsync"):
+        path = Path(folder) / "s.jsonl"
+        for _ in range(data.draw(st.integers(1, 4))):
+            left = SampleFile(path).resume(plan)
+            ranks = data.draw(st.integers(1, 3))
+            for rank in range(ranks):
+                mine = left[rank::ranks]
+                file = SampleFile(path)
+                if rank:
+                    file = file.shard(rank, [plan[number] for number in mine])
+                else:
+                    file.resume(plan)
+                for number in mine[: data.draw(st.integers(0, len(mine)))]:
+                    file.append(batch(plan[number]))
+                if file.path.exists() and data.draw(st.booleans()):
+                    os.truncate(file.path, data.draw(st.integers(0, file.path.stat().st_size)))
+        last = SampleFile(path)
+        for number in last.resume(plan):
+            last.append(batch(plan[number]))
+        last.settle(order)
+        assert path.read_bytes() == b"".join(line(sample) for sample in batch(order))
+        assert last.settled(order) and os.listdir(folder) == ["s.jsonl"]
+
+
+def test_settling_brings_shards_together_and_a_second_time_is_as_good(tmp_path):
+    path = tmp_path / "s.jsonl"
+    first = SampleFile(path)
+    first.resume(PLAN)
+    other = first.shard(2, PLAN[:2])
+    with pytest.raises(ValueError, match="still to come"):
+        other.append(batch(PLAN[2]))
+    other.append(batch(PLAN[1]))
+    other.append(batch(PLAN[0]))
+    first.append(batch(PLAN[2]))
+    assert sorted(os.listdir(tmp_path)) == ["s.2.jsonl", "s.jsonl"]
+    with pytest.raises(ValueError, match="exactly the samples"):
+        first.settle(list("abcdefg"))
+    shard = other.path.read_bytes()
+    first.settle(list("abcdef"))
+    assert [sample["id"] for sample in first.read()] == list("abcdef") and not other.path.exists()
+    other.path.write_bytes(shard)  # as a kill between the two would leave it
+    assert first.settled(list("abcdef"))
+    first.settle(list("abcdef"))
+    assert os.listdir(tmp_path) == ["s.jsonl"]
 
 
 RUN = """
@@ -165,7 +223,7 @@ RUN = """
     plan = [[f"d{n}" for n in range(start, start + 4)] for start in range(0, 48, 4)]
     folder = RunFolder(sys.argv[1])
     with folder.lock():
-        for ids in plan[folder.resume(plan):]:
+        for ids in [plan[number] for number in folder.resume(plan)]:
             time.sleep(float(sys.argv[2]))
             folder.append([{"id": i, "scores": {"x": len(i) / 7}, "answer": i * 300} for i in ids])
 """

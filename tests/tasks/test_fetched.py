@@ -39,7 +39,7 @@ def test_a_file_is_fetched_once(tmp_path, text):
     source = tmp_path / "published.json"
     source.write_text(text, encoding="utf-8")
     path, rows = load_records(None, "set/test.jsonl.gz", source.as_uri())
-    assert rows == ROWS and path == tmp_path / "cache" / "data" / "published.json"
+    assert rows == ROWS and path == tmp_path / "cache" / "data" / "set" / "published.json"
     source.unlink()
     assert load_records(None, "set/test.jsonl.gz", source.as_uri()) == (path, rows)
     path.write_text("[{", encoding="utf-8")

@@ -43,9 +43,14 @@ def trig_score(keys: Tensor, vectors: Tensor, spread: Spread | None = None) -> T
     width = 2 * spread.bands
     at = keys.shape[-1] - width if spread.last else 0
     turning = keys[..., at : at + width]
-    pairs = turning.unflatten(-1, (-1, 2)) if spread.adjacent else turning.unflatten(-1, (2, -1)).mT
+    if spread.adjacent:
+        one, other = turning[..., ::2], turning[..., 1::2]
+    else:
+        one, other = turning.split(spread.bands, dim=-1) if width else (turning, turning)
+    sizes = (one * one).addcmul_(other, other).sqrt_()
     still = keys[..., :at] if spread.last else keys[..., width:]
-    sizes = torch.cat([pairs.square().sum(-1).sqrt(), still.abs()], dim=-1)
+    if still.shape[-1]:
+        sizes = torch.cat([sizes, still.abs()], dim=-1)
     return score + _against(sizes, spread.weights)
 
 

@@ -117,12 +117,16 @@ def attention(
         raise RuntimeError("attention with soft-capped logits cannot be merged: this model is not supported")
     if not isinstance(attention_mask, Padding):
         raise RuntimeError("pass a 2-D attention_mask (or none): kvexp builds the masks of its layers itself")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    later = getattr(kvexp, "later", None)
+    if later is not None:  # a compiled step attends outside its graph
+        return later(module, query, key, value, scale, sliding_window, s_aux), None
     call = Call(
         module=module,
         query=query,
         key=key,
         value=value,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scale=scale,
         window=sliding_window,
         padding=attention_mask,
         query_pre=kvexp_tap() if kvexp_tap is not None else None,

@@ -38,6 +38,9 @@ def attend(
             query, visible, lambda q, seen: attend(q, key, value, scale, seen, False, backend)
         )
     batch, heads, length, _ = query.shape
+    if visible is None and _one_of_group(query, key):
+        output, lse = attend(_folded(query, key), key, value, scale, backend=backend)
+        return output.reshape(batch, heads, 1, -1), lse.reshape(batch, heads, 1)
     if key.shape[-2] == 0:
         empty = query.new_zeros(batch, heads, length, value.shape[-1])
         return empty, torch.full_like(empty[..., 0], -torch.inf, dtype=_stat_dtype(query))
@@ -69,9 +72,22 @@ def attend_without_lse(
             query, visible, lambda q, seen: (attend_without_lse(q, key, value, scale, seen, False),)
         )[0]
     grouped = query.shape[1] != key.shape[1]
+    if visible is None and _one_of_group(query, key):
+        output = F.scaled_dot_product_attention(_folded(query, key), key, value, scale=scale)
+        return output.reshape(query.shape[0], query.shape[1], 1, -1)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=visible, is_causal=causal, scale=scale, enable_gqa=grouped
     )
+
+
+def _one_of_group(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether several heads with one query each read the same keys."""
+    return query.shape[2] == 1 and query.shape[1] != key.shape[1]
+
+
+def _folded(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return the heads that read a KV head as its queries [B, Hkv, G, D]: its rows are then read once."""
+    return query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
 
 
 def _by_kv_head(query: torch.Tensor, visible: torch.Tensor | None) -> bool:

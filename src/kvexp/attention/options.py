@@ -10,10 +10,14 @@ ATTRIBUTE = "kvexp_options"
 
 @dataclass(frozen=True)
 class Options:
-    """`backend` of attention that returns its log-sum-exp; `prefill_chunk` tokens of a context a forward."""
+    """`backend` of attention that returns its log-sum-exp; `prefill_chunk` tokens of a context a forward.
+
+    `compiled`: decode in compiled steps, see `kvexp.decode`.
+    """
 
     backend: str = "auto"
     prefill_chunk: int = 1024
+    compiled: bool = False
 
 
 def set_options(model: Any, options: Options) -> None:

@@ -20,6 +20,8 @@ import torch
 from kvexp.attention import families
 from kvexp.attention.bands import Bands, bands, wide
 from kvexp.attention.rope import attention_scaling, each_angle
+from kvexp_kernels.backend import fused
+from kvexp_kernels.rerotate import Turn, rerotate
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -35,6 +37,16 @@ class Angles:
     def turn(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [..., D] turned, a new tensor in float32 at least; angles broadcast over leading axes."""
         return self._turned(x, self.sin)
+
+    def moved(self, x: torch.Tensor) -> torch.Tensor:
+        """Return rows x [B, H, T, D] turned, in their own dtype; by one kernel where there is one."""
+        if x.dim() == 4 and fused(x, self.cos, self.sin):
+            return rerotate(x, self.kernel_turn())
+        return self.turn(x).to(x.dtype)
+
+    def kernel_turn(self) -> Turn:
+        """Return the rotation as kernels take it."""
+        return Turn(self.cos, self.sin, self.bands.after == "adjacent", self.bands.last)
 
     def back(self, x: torch.Tensor) -> torch.Tensor:
         """Undo `turn`."""
@@ -153,5 +165,5 @@ def moved(
     angles = rotary.shift(layer, old, new)
     turning, still = rotary.ordered(keys, values)
     if angles is not None:
-        turning = angles.turn(turning).to(turning.dtype)
+        turning = angles.moved(turning)
     return rotary.ordered(turning, still)

@@ -3,57 +3,27 @@
 A layer's own rows are `keys`/`values` [B, H, S, D]. What came before them can be held by *sources*: shared
 rows of an encoded context (`SharedRows`), or a memory that is looked up (`kvexp.cache.virtual`). A source
 gives an attention state (a, lse) for each query; the layer merges it with its local attention.
-
-Two coordinates, never mixed: a row's *slot* is its column in the whole sequence, pads counted (causality,
-padding); its *position* is the rotary one (sliding windows). `seen` counts tokens, `rows` counts rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
 
 from kvexp.attention.function import Call
 from kvexp.attention.local import attend, attend_without_lse
+from kvexp.cache.placed import PlacedLayer
+from kvexp.cache.room import Room, spare
 from kvexp.cache.shared import SharedRows
-from kvexp_kernels.merge_states.reference import merge_states
-
-SLACK = 64  # rows of room that a growing buffer keeps, so that decoding does not copy at every token
-
-
-class Source(Protocol):
-    """Attention states over something that is no longer (or not only) this layer's own rows."""
-
-    entries: int
-    batch: int  # sequences that it tells apart; 1 serves any batch
-
-    def state(self, call: Call, layer: DenseLayer) -> State:
-        """Return (a [B, Hq, T, Dv], lse [B, Hq, T]) for the queries of `call`."""
-        ...
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors held, for counting bytes."""
-        ...
-
-    def select(self, index: torch.Tensor) -> Source:
-        """Return the source of the sequences `index`, itself where it serves any."""
-        ...
+from kvexp.cache.source import Observer, Source
+from kvexp_kernels.merge_states import merge_states
 
 
-State = tuple[torch.Tensor, torch.Tensor]  # (a [B, Hq, T, Dv], lse [B, Hq, T])
-Observer = Callable[["DenseLayer", Call, list[State], State], None]
-
-
-class DenseLayer(CacheLayerMixin):
+class DenseLayer(PlacedLayer):
     """Keeps all rows; with sources it merges their states with attention over its own rows."""
 
-    is_sliding = False
     observer: Observer | None = None  # sees the states of all sources and of the own rows before the merge
-    keys: torch.Tensor
-    values: torch.Tensor
 
     def __init__(
         self,
@@ -62,22 +32,15 @@ class DenseLayer(CacheLayerMixin):
         window: int | None = None,
         backend: str = "auto",
     ) -> None:
-        super().__init__()
-        self.sources, self.seen, self.window, self.backend = sources, seen, window, backend
-        self.slots = torch.empty(0, dtype=torch.long)  # [S]
-        self.positions = torch.empty(1, 0, dtype=torch.long)  # [1 or B, S]
-        self.rows = 0
+        super().__init__(seen)
+        self.sources, self.window, self.backend = sources, window, backend
         self.start = 0  # no own row has a lower slot; known without asking the device
         self.pending = False  # rows were appended, and our attention function has not been called since
         self.clean = 0  # the own rows at lower slots were real tokens in every sequence
-        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take device and dtype from the first rows."""
-        self.device, self.dtype = key_states.device, key_states.dtype
-        self.slots, self.positions = self.slots.to(self.device), self.positions.to(self.device)
-        self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
-        self.is_initialized = True
+        self._room: Room | None = None  # where the own rows stand, if there may be more
+        self._at = 0  # rows of the room before the own ones
+        self._base = 0  # how many of them, the latest, are those of all sources; 0: those stand elsewhere
+        self._alone = False  # nobody else reads the room
 
     def update(
         self,
@@ -93,7 +56,7 @@ class DenseLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         length = key_states.shape[-2]
-        self.q_slots = torch.arange(self.seen, self.seen + length, device=self.device)
+        self.new = range(self.seen, self.seen + length)  # the slots of the new rows
         positions = kwargs.get("position_ids")
         self.q_positions = self.q_slots[None] if positions is None else positions.to(self.device)
         self._append(key_states, value_states)
@@ -103,55 +66,46 @@ class DenseLayer(CacheLayerMixin):
         self.pending = True
         return self.keys, self.values
 
-    def _place(self) -> None:
-        """Remember where the new rows stand."""
-        self.slots = torch.cat([self.slots, self.q_slots])
-        old, new = self.positions, self.q_positions
-        if old.shape[0] != new.shape[0]:
-            batch = max(old.shape[0], new.shape[0])
-            old, new = old.expand(batch, -1), new.expand(batch, -1)
-        self.positions = torch.cat([old, new], dim=-1)
-
     def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Write new rows behind the old ones, in a buffer with room."""
         if not self.rows:
             self.start = self.seen
-        end = self.rows + key_states.shape[-2]
-        fits = self._buffers is not None and (
-            self._buffers[0].shape[2] >= end and self._buffers[0].shape[0] == key_states.shape[0]
-        )
-        if not fits:
-            room = end if self.rows == 0 else end + max(SLACK, end // 8)
-            self._buffers = tuple(  # type: ignore[assignment]
-                self._grown(old, new, room)
-                for old, new in ((self.keys, key_states), (self.values, value_states))
-            )
-        assert self._buffers is not None
-        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[:, :, self.rows : end] = new
-        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
+        batch, end = key_states.shape[0], self.rows + key_states.shape[-2]
+        if self._room is None or not self._room.fits(self, batch, self._at + self.rows, self._at + end):
+            if self._alone and self._room is not None and self._room.fits(self, batch, self.rows, end):
+                self._room.begin_with(self.keys, self.values)
+            else:
+                room = end if self.rows == 0 else end + spare(end)
+                self._move_out()
+                self._room = Room.of((self.keys, self.values), (key_states, value_states), self.rows, room)
+                self._alone = True
+            self._at = self._base = 0
+        written = self._room.rows(self._at + self.rows, self._at + end)
+        for rows, new in zip(written, (key_states, value_states), strict=True):
+            rows.copy_(new)
+        self._room.enter(self, self._at + end)
+        self.keys, self.values = self._room.rows(self._at, self._at + end)
         self.rows = end
 
-    def _grown(self, old: torch.Tensor, new: torch.Tensor, room: int) -> torch.Tensor:
-        buffer = new.new_empty(new.shape[0], new.shape[1], room, new.shape[3])
-        if self.rows:
-            buffer[:, :, : self.rows] = old  # a context encoded once (batch 1) widens to the batch here
-        return buffer
+    def _move_out(self) -> None:
+        """The own rows stand in no room any more."""
+        self._room, self._at, self._base, self._alone = None, 0, 0, False
 
     def visible(self, call: Call) -> torch.Tensor | None:
         """Return which rows each query may see, bool [B or 1, 1, T, S]; None when all rows are visible."""
         window = self._window(call)
         real = call.padding.at(self.slots) if call.padding.pads(self.start, self.seen) else None
-        if self.q_slots.numel() == 1 and real is None and window is None:
+        if len(self.new) == 1 and real is None and window is None:
             return None
-        allowed = (self.slots[None, :] <= self.q_slots[:, None])[None]  # [1, T, S]
+        q_slots = self.q_slots
+        allowed = (self.slots[None, :] <= q_slots[:, None])[None]  # [1, T, S]
         if window is not None:  # distances are rotary ones: pads between context and query do not widen them
             distance = self.q_positions[:, :, None] - self.positions[:, None, :]
             allowed = allowed & (distance < window)
         if real is not None:
             allowed = allowed & real[:, None, :]
             # A padded query sees itself: a row without any key would spread NaN to later layers.
-            allowed = allowed | (self.slots[None, None, :] == self.q_slots[None, :, None])
+            allowed = allowed | (self.slots[None, None, :] == q_slots[None, :, None])
         return allowed[:, None]
 
     @property
@@ -172,12 +126,27 @@ class DenseLayer(CacheLayerMixin):
         fits = (self._window(call) or length) >= length
         return length == self.rows > 1 and fits and not call.padding.pads(self.start, self.seen)
 
+    def _stands_together(self, call: Call) -> bool:
+        """Whether one token attends to the rows of sources and its own as one, since they stand together."""
+        if not self._base or len(self.new) > 1 or self.observer is not None or self.wants_lse:
+            return False
+        if self._window(call) is not None or hasattr(call.module, "expand_kv"):
+            return False
+        return not call.padding.pads(0, self.seen)
+
     def attend(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (output [B, Hq, T, Dv], lse or None) over the sources and the layer's own rows."""
         self.pending = False
         call.padding.refuse_inside(self.start, self.clean)
         if not call.padding.pads(self._clean_from, self.seen):
             self.clean = self.seen
+        if self._stands_together(call):
+            assert self._room is not None
+            rows = self._room.rows(self._at - self._base, self._at + self.rows)
+            together = (call.query, *rows, call.scale, None, False)
+            return (
+                attend(*together, self.backend) if call.needs_lse else (attend_without_lse(*together), None)
+            )
         causal = self._is_triangle(call)
         visible = None if causal else self.visible(call)
         if not (self.sources or call.needs_lse or self.wants_lse):
@@ -209,7 +178,8 @@ class DenseLayer(CacheLayerMixin):
         keep = keep.sort().values
         self.keys, self.values = (x.index_select(2, keep) for x in (self.keys, self.values))
         self.slots, self.positions = self.slots[keep], self.positions[:, keep]
-        self.rows, self._buffers = len(keep), None
+        self.rows = len(keep)
+        self._move_out()
 
     def fork(self) -> DenseLayer:
         """Return a layer that stands on this one's rows without copying them; both may grow on their own."""
@@ -217,7 +187,16 @@ class DenseLayer(CacheLayerMixin):
             return self._twin()
         span = self.start, self.seen
         shared = SharedRows(self.keys, self.values, self.slots, self.positions, span, self.clean)
-        return DenseLayer((*self.sources, shared), self.seen, self.window, self.backend)
+        twin = DenseLayer((*self.sources, shared), self.seen, self.window, self.backend)
+        self._lend(twin)
+        return twin
+
+    def _lend(self, twin: DenseLayer) -> None:
+        """Let a fork write behind this layer's rows, where these are all that it stands on."""
+        self._alone = False
+        if self._room is not None and (self._base or not self.sources):
+            twin._room, twin._base, twin._at = self._room, self._base + self.rows, self._at + self.rows
+            self._room.enter(twin, twin._at)
 
     def _twin(self) -> DenseLayer:
         """The same layer once more, for few rows (sliding, or empty): its first append copies them."""
@@ -250,29 +229,15 @@ class DenseLayer(CacheLayerMixin):
         """Rows and memory entries per KV head."""
         return self.rows + sum(source.entries for source in self.sources)
 
-    def get_seq_length(self) -> int:
-        """Tokens seen (not rows stored): transformers takes positions and the uncached rest from it."""
-        return self.seen
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(columns, offset) that make transformers ask for a mask of the whole sequence."""
-        return self.seen + query_length, 0
-
-    def reset(self) -> None:
-        """Refuse: encode the context again instead."""
-        raise RuntimeError("a kvexp cache cannot be reset in place: encode the context again")
-
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences `indices` of the batch; what is stored once for all of them stays."""
+        if self.batch > 1 and self._base:  # the rows before the own ones are others now
+            self._move_out()
         self.sources = tuple(source.select(indices) for source in self.sources)
         if self.rows and self.keys.shape[0] > 1:
             chosen = indices.to(self.device)
             self.keys, self.values = (x.index_select(0, chosen) for x in (self.keys, self.values))
-            self._buffers = None
+            self._move_out()
         if self.positions.shape[0] > 1:
             self.positions = self.positions.index_select(0, indices.to(self.positions.device))
 

@@ -13,9 +13,13 @@ from typing import Protocol
 import torch
 
 from kvexp.attention.function import Call
-from kvexp.cache.dense import DenseLayer, Source
+from kvexp.cache.dense import DenseLayer
 from kvexp.cache.packed_kept import PackedKept
+from kvexp.cache.room import SLACK, Room, spare
 from kvexp.cache.rows import KeptRows, RaggedRows, Rows, join
+from kvexp.cache.source import Source
+from kvexp.cache.window import Window
+from kvexp_kernels.gather_compact import gather_compact
 
 Stored = KeptRows | RaggedRows | PackedKept
 
@@ -65,12 +69,15 @@ class EvictingLayer(DenseLayer):
         return 0  # rows of sources may become this layer's own
 
     def _place(self) -> None:
-        new = self.q_slots.to(torch.int32)[None, None], self.q_positions.to(torch.int32)[:, None]
-        self.slots, self.positions = (
-            _cat(old, x) for old, x in zip((self.slots, self.positions), new, strict=True)
-        )
+        super()._place()
         self.next_position = self.q_positions[:, -1] + 1
-        self.new_rows = self.q_slots.numel()
+        self.new_rows = len(self.new)
+
+    def _join(self, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        new = slots.to(torch.int32)[None, None], positions.to(torch.int32)[:, None]
+        self._slots, self._positions = (
+            _cat(old, x) for old, x in zip((self._slots, self._positions), new, strict=True)
+        )
 
     def _note_valid(self, call: Call) -> None:
         """Mark the new rows that are pads; known only when attention is called with the padding."""
@@ -137,11 +144,12 @@ class EvictingLayer(DenseLayer):
         """Take over the rows that sources hold, in front of the layer's own."""
         stored = [source for source in self.sources if isinstance(source, Stored)]
         parts = [source.unpack() for source in stored]
+        if not stored:
+            return
         self.sources = tuple(source for source in self.sources if not isinstance(source, Stored))
         if self.rows:
             parts.append(self.held())
-        if parts:
-            self._hold(join(parts))
+        self._hold(join(parts))
 
     def _hold(self, rows: Rows) -> None:
         self.keys, self.values, self.slots, self.positions = (
@@ -151,14 +159,60 @@ class EvictingLayer(DenseLayer):
             rows.positions,
         )
         self.valid, self.tracks = rows.valid, dict(rows.tracks)
-        self.rows, self._buffers, self.start = rows.keys.shape[2], None, 0
+        self.rows, self.start = rows.keys.shape[2], 0
+        self._move_out()
 
     def keep(self, indices: torch.Tensor, valid: torch.Tensor | None, ragged: bool) -> None:
         """Keep the rows at `indices` [B, H, n], ascending; `valid` [B, H, n] marks those that count.
 
         Needs `own` before. `ragged` stores heads of different lengths end to end instead of masked.
         """
-        self._store(self.held().gather(indices, valid), ragged)
+        if valid is None and not ragged and self._compacts(indices):
+            self._compact(indices)
+        else:
+            self._store(self.held().gather(indices, valid), ragged)
+
+    def _compacts(self, indices: torch.Tensor) -> bool:
+        """Whether the rows at `indices` may stay in the room: nobody else reads it, and few leave.
+
+        After a long prompt they move to a buffer of their own size instead, so that the old one is freed.
+        """
+        if type(self) is not EvictingLayer or self.valid is not None or not self._alone or self._room is None:
+            return False
+        batch, _, rows = indices.shape
+        return len(self.keys) == batch and self._room.keys.shape[2] <= rows + 2 * spare(rows)
+
+    def _compact(self, indices: torch.Tensor) -> None:
+        """Keep the rows at `indices` [B, H, n] in place."""
+        batch, heads, rows = indices.shape
+        shape = batch, heads, self.rows
+        self.slots, self.positions = (
+            x.expand(shape).gather(2, indices) for x in (self.slots, self.positions)
+        )
+        self.tracks = {name: self._grown_track(x).gather(2, indices) for name, x in self.tracks.items()}
+        self.keys, self.values = gather_compact([self.keys, self.values], indices)
+        self.rows, self.start = rows, 0
+
+    def rewrite(self, keys: torch.Tensor | None = None, values: torch.Tensor | None = None) -> None:
+        """Hold other keys or values for the same rows."""
+        self.keys = self.keys if keys is None else keys
+        self.values = self.values if values is None else values
+        self._move_out()
+
+    @property
+    def drops(self) -> bool:
+        """Whether rows may leave by `drop`: nobody else reads them, and nothing is noted of any."""
+        plain = type(self) is EvictingLayer and self.valid is None and not self.tracks
+        return plain and self._alone and self._room is not None and not self.sources
+
+    def drop(self, first: int, count: int) -> None:
+        """Let the `count` rows behind the first `first` go, at the cost of moving those; see `drops`."""
+        assert self._room is not None
+        for rows in (self.keys, self.values):
+            rows[:, :, count : count + first] = rows[:, :, :first].clone()
+        self._leave(first, count)
+        self._at, self.rows = self._at + count, self.rows - count
+        self.keys, self.values = self._room.rows(self._at, self._at + self.rows)
 
     def _store(self, rows: Rows, ragged: bool) -> None:
         """Hold these rows in place of the own ones."""
@@ -177,9 +231,17 @@ class EvictingLayer(DenseLayer):
     def fork(self) -> EvictingLayer:
         """Return a layer that continues from here; what is held so far is shared until one of them evicts."""
         sources: tuple[Source, ...] = self.sources
+        self._alone = False
         if self.rows:
+            if self._room is None and self.valid is None and not sources:
+                own = self.keys, self.values
+                self._room = Room.of(own, own, self.rows, self.rows + SLACK)
+                self._room.enter(self, self.rows)
+                self.keys, self.values = self._room.rows(0, self.rows)
             sources = (*sources, KeptRows(self.held(), self.seen, self.clean))
         twin = self._successor(sources)
+        if self.rows and self.valid is None:
+            self._lend(twin)
         if self.is_initialized:
             twin.lazy_initialization(self.keys, self.values)
         twin.clean, twin.queries, twin.next_position = self.clean, self.queries, self.next_position
@@ -222,49 +284,6 @@ class EvictingLayer(DenseLayer):
                 self.remembered[name] = values.index_select(0, indices.to(values.device))
         if self.next_position.shape[0] > 1:
             self.next_position = self.next_position.index_select(0, indices.to(self.next_position.device))
-
-
-class Window:
-    """The latest queries of a layer, after rotation: queries [B, Hq, w, D], slots [B, w], real [B, w]."""
-
-    def __init__(self, queries: torch.Tensor, slots: torch.Tensor, real: torch.Tensor) -> None:
-        self.queries, self.slots, self.real = queries, slots, real
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors held."""
-        return [self.queries, self.slots, self.real]
-
-    def last(self, size: int) -> Window:
-        """Return the latest `size` of the queries."""
-        if size >= self.slots.shape[1]:
-            return self
-        return Window(self.queries[:, :, -size:], self.slots[:, -size:], self.real[:, -size:])
-
-    def select(self, index: torch.Tensor) -> Window:
-        """Return the window of the sequences `index`."""
-        return Window(*(x.index_select(0, index.to(x.device)) for x in self.tensors()))
-
-    @staticmethod
-    def grown(before: Window | None, call: Call, slots: torch.Tensor, size: int) -> Window:
-        """Return the last `size` real queries of each sequence, those of `call` (at `slots` [T]) included."""
-        query = call.query
-        batch, length = query.shape[0], query.shape[2]
-        real = call.padding.at(slots)
-        real = torch.ones(batch, length, dtype=torch.bool, device=query.device) if real is None else real
-        new = Window(query, slots.to(torch.int32)[None].expand(batch, -1), real)
-        if before is not None:
-            pairs = zip(before.tensors(), new.tensors(), (2, 1, 1), strict=True)
-            new = Window(*(torch.cat([a.expand(batch, *a.shape[1:]), b], dim=d) for a, b, d in pairs))
-        if call.padding.pads(0, int(slots[-1]) + 1):  # pads first, real queries in their order behind them
-            order = new.real.to(torch.int8).argsort(dim=1, stable=True)
-            by_head = order[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
-            new = Window(
-                new.queries.gather(2, by_head), new.slots.gather(1, order), new.real.gather(1, order)
-            )
-        # A copy, not a view: the rest of a long prompt's queries must not stay in memory.
-        return Window(
-            new.queries[:, :, -size:].clone(), new.slots[:, -size:].clone(), new.real[:, -size:].clone()
-        )
 
 
 def _cat(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

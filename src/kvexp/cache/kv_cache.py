@@ -11,7 +11,8 @@ from transformers.cache_utils import Cache
 
 from kvexp.attention.families import layer_windows, of
 from kvexp.attention.options import options_of
-from kvexp.cache.dense import DenseLayer, Observer
+from kvexp.cache.dense import DenseLayer
+from kvexp.cache.source import Observer
 
 
 class KVCache(Cache):

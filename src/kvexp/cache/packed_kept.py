@@ -14,12 +14,13 @@ import torch
 
 from kvexp.attention.function import Call
 from kvexp.attention.local import attend
-from kvexp.cache.dense import DenseLayer, State
+from kvexp.cache.dense import DenseLayer
 from kvexp.cache.packed_rows import PackedPair
 from kvexp.cache.quantised_unit import QuantisedUnit, quantised
 from kvexp.cache.rows import Each, Rows, expanded, over_heads
 from kvexp.cache.scheme import Scheme
-from kvexp_kernels.merge_states.reference import merge_states
+from kvexp.cache.source import State
+from kvexp_kernels.merge_states import merge_states
 
 Counts = list[list[int]]  # rows of each head of each sequence
 

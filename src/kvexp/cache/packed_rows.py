@@ -12,7 +12,8 @@ from kvexp.cache.packing import Packed
 from kvexp_kernels.dequant_attend import dequant_attend
 
 if TYPE_CHECKING:
-    from kvexp.cache.dense import DenseLayer, State
+    from kvexp.cache.dense import DenseLayer
+    from kvexp.cache.source import State
 
 
 @dataclass(frozen=True)

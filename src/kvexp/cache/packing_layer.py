@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
-from kvexp.cache.dense import Source
 from kvexp.cache.evicting import EvictingLayer
 from kvexp.cache.kv_cache import KVCache
 from kvexp.cache.packed_kept import Counts, PackedKept, latest, pack
 from kvexp.cache.rows import KeptRows, RaggedRows, Rows
 from kvexp.cache.scheme import Scheme
+from kvexp.cache.source import Source
 
 
 class PackingLayer(EvictingLayer):

@@ -13,13 +13,14 @@ import torch
 
 from kvexp.attention.function import Call
 from kvexp.attention.local import attend, attend_without_lse
-from kvexp.cache.dense import DenseLayer, Source, State
+from kvexp.cache.dense import DenseLayer
 from kvexp.cache.kv_cache import KVCache
 from kvexp.cache.lane import Lane
 from kvexp.cache.packed_rows import PackedRows, state_of
 from kvexp.cache.scheme import Scheme
+from kvexp.cache.source import Source, State
 from kvexp.errors import UserError
-from kvexp_kernels.merge_states.reference import merge_states
+from kvexp_kernels.merge_states import merge_states
 
 
 class QuantisedLayer(DenseLayer):

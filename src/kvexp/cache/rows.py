@@ -15,9 +15,12 @@ import torch
 
 from kvexp.attention.function import Call
 from kvexp.attention.local import attend
+from kvexp_kernels.backend import fused
+from kvexp_kernels.ragged_attend import ragged_attend
 
 if TYPE_CHECKING:
-    from kvexp.cache.dense import DenseLayer, State
+    from kvexp.cache.dense import DenseLayer
+    from kvexp.cache.source import State
 
 Each = Callable[[torch.Tensor], torch.Tensor]
 
@@ -154,6 +157,7 @@ class RaggedRows:
         self.flat = rows.each(lambda x: x[mask])  # boolean indexing runs over b, then h, then s
         self.seen, self.clean, self.batch = seen, clean, rows.keys.shape[0]
         self.heads = rows.keys.shape[1]
+        self._spans: tuple[torch.Tensor, torch.Tensor] | None = None  # where each head's rows begin, how many
         # Rows per KV head, the mean over heads, of the sequence that holds most (rounded up).
         self.entries = max(-(-sum(lengths) // self.heads) for lengths in self.lengths)
 
@@ -183,8 +187,10 @@ class RaggedRows:
         return RaggedRows(self.unpack().select(index), self.seen, self.clean)
 
     def state(self, call: Call, layer: DenseLayer) -> State:
-        """Attend head by head: each has its own length."""
+        """Attend head by head: each has its own length. One kernel does it where there is one."""
         call.padding.refuse_inside(0, self.clean)
+        if fused(call.query, self.flat.keys, self.flat.values):
+            return self.at_once(call)
         _, heads, length, width = call.query.shape
         group = heads // self.heads
         outputs: list[torch.Tensor] = []
@@ -205,6 +211,15 @@ class RaggedRows:
                 sums.append(s.view(group, -1, length).transpose(0, 1))
         a, s = (_by_sequence(parts, self.heads, self.batch) for parts in (outputs, sums))
         return a, s
+
+    def at_once(self, call: Call) -> State:
+        """Attend to the rows of all heads in one operation."""
+        if self._spans is None:
+            lengths = torch.tensor(self.lengths)
+            starts = lengths.flatten().cumsum(0).view_as(lengths) - lengths
+            self._spans = starts.to(self.flat.keys.device), lengths.to(self.flat.keys.device)
+        longest = max(map(max, self.lengths))
+        return ragged_attend(call.query, self.flat.keys, self.flat.values, *self._spans, call.scale, longest)
 
 
 def _by_sequence(parts: list[torch.Tensor], heads: int, stored: int) -> torch.Tensor:

@@ -10,7 +10,8 @@ from kvexp.attention.function import Call
 from kvexp.attention.local import attend
 
 if TYPE_CHECKING:
-    from kvexp.cache.dense import DenseLayer, State
+    from kvexp.cache.dense import DenseLayer
+    from kvexp.cache.source import State
 
 
 class SharedRows:

@@ -10,26 +10,29 @@ from typing import Any
 
 from kvexp.budget import Budget
 from kvexp.calibration.store import Store
+from kvexp.crew.crew import ALONE, Crew
 from kvexp.errors import UserError
 from kvexp.methods.baseline.full import Full
 from kvexp.prompt import Context, bos_ids, encode
 from kvexp.tasks.adapter import KVLM
-from kvexp.tasks.base import TaskSet, Trace
+from kvexp.tasks.base import TaskSet, Trace, TraceSource
 from kvexp.tasks.evaluate import LabelEvaluation
 from kvexp.tasks.session import Session
 from kvexp.tasks.texts import load_texts
 
 
 def draw_traces(
-    spec: Any, source: TaskSet, loaded: Any, context: Context, seed: int
+    spec: Any, source: TraceSource, loaded: Any, context: Context, seed: int
 ) -> list[tuple[int, ...]]:
     """Return the token ids of `spec.n` traces, labelled as `spec.labels` says.
 
     `model` lets the model itself answer each query under the full context, so that no gold label is used.
     """
-    labels = "none" if spec.labels == "model" else spec.labels
+    by_model = spec.labels == "model" and isinstance(source, TaskSet)  # a task without labels refuses it
+    labels = "none" if by_model else spec.labels
     traces = source.traces(spec.n, labels, seed)
-    if spec.labels == "model":
+    if by_model:
+        assert isinstance(source, TaskSet)
         traces = _answered(spec, traces, source, loaded, context, seed)
     return [(*trace.query_ids, *trace.answer_ids) for trace in traces]
 
@@ -82,10 +85,12 @@ def prepare(
     batch_size: int,
     make_trainer: Callable[..., Any],
     keep_samples: bool = False,
+    crew: Crew = ALONE,
 ) -> tuple[Any, Path, bool]:
     """Return (memory, its folder, whether it was built now) of a method that needs calibration.
 
     `traces` are the token ids of traces, or of the segments of a text, which stand on an empty `context`.
+    Every rank of a crew builds its share, and has the whole in the end.
     """
     if not traces:
         raise UserError("calibration has nothing to learn from, use calibration.n=300")
@@ -99,13 +104,13 @@ def prepare(
     }
     name = method.memory_id or method.id  # methods that learn the same share it
     facts = {"method": name, **source, **method.memory_facts(budget, seed)}
-    store = Store(store_dir)
+    store = Store(store_dir, crew)
 
-    def build() -> Any:
+    def build(work: Path) -> Any:
         from kvexp.calibration.module import Runner  # Lightning is slow to import
 
         with store.samples({**source, **method.sample_knobs()}, keep_samples) as samples:
-            runner = Runner(context, traces, samples, make_trainer, batch_size, seed)
+            runner = Runner(context, traces, samples, make_trainer, batch_size, seed, work, crew)
             return method.prepare(loaded.model, runner, budget)
 
     memory, folder, built = store.get(name, facts, memory_class.load, build)

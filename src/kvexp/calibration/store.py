@@ -15,10 +15,11 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from kvexp.files import file_lock
-from kvexp.logs import rank
+from kvexp.crew.crew import ALONE, Crew
+from kvexp.files import file_lock, remove_leftovers
 
-COLLECTED = "complete"  # a file that names the folders of all ranks once all samples are there
+WORK = "work"  # in the folder of an artefact that is being built
+KEPT = "kept"  # in a folder of samples that a run was asked to leave
 
 log = logging.getLogger(__name__)
 
@@ -28,75 +29,61 @@ def fingerprint(facts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def finish(folder: Path) -> list[Path]:
-    """Mark the samples in `folder` as complete, and return the folders of the ranks in order."""
-    parts = sorted(folder.glob("rank-*"))
-    (folder / COLLECTED).write_text("\n".join(part.name for part in parts))
-    return parts
-
-
-def whole(folder: Path) -> bool:
-    """Return whether `folder` holds complete samples, every file as long as it should be."""
-    from kvexp.stats.samples import sound  # needs torch
-
-    marker = folder / COLLECTED
-    names = marker.read_text().split() if marker.exists() else []
-    return bool(names) and all(sound(folder / name) for name in names)
-
-
 class Store:
-    """Artefacts under `root`, each in `<method>-<fingerprint>/`."""
+    """Artefacts under `root`, each in `<method>-<fingerprint>/`; every rank of a crew asks for the same ones.
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    Rank 0 holds the locks and decides, the others follow.
+    """
+
+    def __init__(self, root: Path, crew: Crew = ALONE) -> None:
+        self.root, self.crew = root, crew
 
     @contextmanager
     def samples(self, facts: dict[str, Any], keep: bool) -> Iterator[Path]:
         """The folder of the samples that `facts` describe, the same for every rank.
 
         One cell at a time works in it; another that wants the same samples finds them there when they are
-        kept. What is there whole stays; what was collected here is removed unless `keep`.
+        kept. After an exception what was collected stays for the next start.
         """
         folder = self.root / f"samples-{fingerprint(facts)}"
-        folder.mkdir(parents=True, exist_ok=True)
-        if rank() > 0:  # rank 0 holds the lock and cleans up
+        with self._locked(self.root / f".{folder.name}.lock"):
+            if self.crew.first:
+                folder.mkdir(parents=True, exist_ok=True)
+            self.crew.barrier()
             yield folder
-            return
-        with file_lock(self.root / f".{folder.name}.lock"):
-            folder.mkdir(exist_ok=True)
-            kept = whole(folder)
-            if not kept:  # what a killed run left, or what was damaged since
-                (folder / COLLECTED).unlink(missing_ok=True)
-                for part in folder.glob("rank-*"):
-                    shutil.rmtree(part)
-            try:
-                yield folder
-            finally:
-                if not keep and not kept:
-                    (folder / COLLECTED).unlink(missing_ok=True)  # first: a kill from here on leaves a rest
-                    shutil.rmtree(folder, ignore_errors=True)
+            self.crew.barrier()  # nobody reads any more
+            if self.crew.first and keep:
+                (folder / KEPT).touch()
+            elif self.crew.first and not (folder / KEPT).exists():
+                shutil.rmtree(folder, ignore_errors=True)
 
     def get(
         self,
         name: str,
         facts: dict[str, Any],
         load: Callable[[Path, dict[str, Any]], Any],
-        build: Callable[[], Any],
+        build: Callable[[Path], Any],
     ) -> tuple[Any, Path, bool]:
         """Return (artefact, its folder, whether it was built now).
 
-        `build()` makes an artefact with `manifest` and `save(folder)`; `load(folder, facts)` reads one
-        and refuses a mismatch. Two processes that want the same artefact build it once.
+        `build(work)` makes an artefact with `manifest` and `save(folder)`; what it leaves in the folder
+        `work` is there again when it is interrupted, and goes when it is done. `load(folder, facts)` reads an
+        artefact and refuses a mismatch. Two processes that want the same artefact build it once.
         """
         folder = self.root / f"{name}-{fingerprint(facts)}"
-        folder.mkdir(parents=True, exist_ok=True)
-        with (
-            file_lock(folder / ".lock") if rank() == 0 else nullcontext()
-        ):  # other ranks help rank 0 to build
-            if (folder / "manifest.json").exists():
+        with self._locked(folder / ".lock"):
+            if self.crew.broadcast((folder / "manifest.json").exists()):
                 log.info("using the memory in %s", folder)
                 return load(folder, facts), folder, False
-            artefact = build()
+            if self.crew.first:
+                remove_leftovers(folder)
+            artefact = build(folder / WORK)
             artefact.manifest |= facts
-            artefact.save(folder)
+            if self.crew.first:
+                artefact.save(folder)
+                shutil.rmtree(folder / WORK, ignore_errors=True)
+            self.crew.barrier()
         return artefact, folder, True
+
+    def _locked(self, path: Path) -> Any:
+        return file_lock(path) if self.crew.first else nullcontext()

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from kvexp.crew.crew import ALONE, Crew
 from kvexp.evaluation.reference import reference
+from kvexp.evaluation.shares import score_batches
 from kvexp.measure.answered import Answered
 from kvexp.measure.timing import Stopwatch
-from kvexp.measure.usage import cache_usage, total_usage
+from kvexp.measure.usage import added, cache_usage, total_usage
 from kvexp.methods.eviction.base import EvictionMethod
 from kvexp.methods.storage.base import StorageMethod
 from kvexp.progress import track
@@ -29,29 +31,38 @@ SCORES = ("nll", "nll_full", "kl", "top1_agreement")
 
 
 def answer(
-    settings: Settings, loaded: Any, task: TextSet, memory: Any, folder: RunFolder, watch: Stopwatch
+    settings: Settings,
+    loaded: Any,
+    task: TextSet,
+    memory: Any,
+    folder: RunFolder,
+    watch: Stopwatch,
+    crew: Crew = ALONE,
 ) -> Answered:
     """Score every text that is not on disk yet, a batch at a time."""
     session = Session(loaded, settings.method, memory, settings.budget, watch)
     batches = batched(task.texts, settings.batch_size)
     order = [text.id for text in task.texts]
-    usages = []
-    if folder.settled(order):
-        batches, done = batches[:1], 0  # one batch tells what the method holds
-        again = True
-    else:
-        done, again = folder.resume([[text.id for text in batch] for batch in batches]), False
+    usages: list[dict[str, Any]] = []
+
+    def fed(batch: Sequence[Stretch]) -> list[dict[str, Any]]:
+        samples, usage = _fed(settings, session, task, batch)
+        usages.append(usage)
+        return samples
+
+    ids = [[text.id for text in batch] for batch in batches]
     with settings.method.attach(loaded.model, memory):
-        for batch in batches[done:]:
-            samples, usage = _fed(settings, session, task, batch)
-            usages.append(usage)
-            if not again:
-                folder.append(samples)
-    if not again:
-        folder.settle(order)
+        what = f"{settings.choices['task']} {settings.choices['method']}"
+        score_batches(folder, crew, batches, ids, range(len(ids)), order, fed, what)
+        others = crew.gather([usages, session.counters])[1:]
+        crew.done()
+        if not usages:  # everything was on disk: one batch tells what the method holds
+            fed(batches[0])
     metrics = continuation_metrics(folder.samples())
     fidelity = {name: metrics[name]["value"] for name in ("kl", "top1_agreement")}
-    return Answered(metrics, total_usage(usages), fidelity, 0, task.data_sha256)
+    theirs = [usage for some, _ in others for usage in some]
+    usage = added(total_usage([*theirs, *usages]), [counters for _, counters in others])
+    return Answered(metrics, usage, fidelity, 0, task.data_sha256)
 
 
 @torch.no_grad()

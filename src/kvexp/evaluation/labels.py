@@ -6,19 +6,21 @@ import logging
 from typing import Any
 
 from kvexp.budget import Budget
-from kvexp.evaluation.length import warn_of_length
+from kvexp.crew.crew import ALONE, Crew
+from kvexp.evaluation.length import held_tokens, warn_of_length
+from kvexp.evaluation.shares import score_batches
 from kvexp.measure.answered import Answered
 from kvexp.measure.decay import prefix_decay
 from kvexp.measure.timing import Stopwatch
-from kvexp.measure.usage import cache_usage
+from kvexp.measure.usage import added, cache_usage
 from kvexp.methods.baseline.full import Full
-from kvexp.progress import track
 from kvexp.prompt import Context
 from kvexp.report.folder import RunFolder
 from kvexp.schema import Settings
 from kvexp.tasks.adapter import KVLM
 from kvexp.tasks.base import TaskSet
 from kvexp.tasks.evaluate import LabelEvaluation, batched, by_length
+from kvexp.tasks.questions import QuestionSet
 from kvexp.tasks.scores import fidelity_summary, label_metrics
 from kvexp.tasks.session import Session
 
@@ -26,29 +28,41 @@ log = logging.getLogger(__name__)
 DECAY_TOKENS, DECAY_QUERIES = 32, 32
 
 
-def context_of(settings: Settings, task: TaskSet) -> Context:
+def context_of(settings: Settings, task: TaskSet | QuestionSet) -> Context:
     """Return the context that is encoded: the task's, or its header alone in the empty-prefix control."""
+    assert task.context is not None
     return Context(task.context.header, ()) if settings.calibration.empty_prefix else task.context
 
 
 def answer(
-    settings: Settings, loaded: Any, task: TaskSet, memory: Any, folder: RunFolder, watch: Stopwatch
+    settings: Settings,
+    loaded: Any,
+    task: TaskSet,
+    memory: Any,
+    folder: RunFolder,
+    watch: Stopwatch,
+    crew: Crew = ALONE,
 ) -> Answered:
     """Encode, query and measure a task with labels."""
     context = context_of(settings, task)
     queries = max(len(document.query_ids) for document in task.documents)
-    warn_of_length(loaded, len(context) + queries + task.max_new_tokens)
-    _tell_empty(settings, context)
     session = Session(loaded, settings.method, memory, settings.budget, watch)
+    warn_of_length(loaded, held_tokens(session, context) + queries + task.max_new_tokens)
+    _tell_empty(settings, context)
     with settings.method.attach(loaded.model, memory):
         cache = session.context(context)
-        samples, decay = _answered(settings, session, task, context, folder)
+        samples, decay, others = _answered(settings, session, task, context, folder, crew)
     nominal = settings.budget.rows or max(cache.entries(), default=0)
     usage = cache_usage(loaded.model, cache, len(context), nominal)
-    if memory is not None:
-        usage |= {name: value for name, value in memory.manifest.items() if name.startswith("cost_")}
+    usage = added(usage, others) | facts_of(memory)
     fidelity = fidelity_summary(samples, decay) if settings.fidelity else None
     return Answered(label_metrics(samples), usage, fidelity, session.decoded, task.data_sha256)
+
+
+def facts_of(memory: Any) -> dict[str, Any]:
+    """Return what the record tells of a memory: what its entries cost, and in how many parts it was built."""
+    manifest = {} if memory is None else getattr(memory, "manifest", {})
+    return {name: value for name, value in manifest.items() if name.startswith("cost_") or name == "parts"}
 
 
 def _tell_empty(settings: Settings, context: Context) -> None:
@@ -60,9 +74,12 @@ def _tell_empty(settings: Settings, context: Context) -> None:
 
 
 def _answered(
-    settings: Settings, session: Session, task: TaskSet, context: Context, folder: RunFolder
-) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """Score every document that is not on disk yet, a batch at a time; return all samples, and the decay."""
+    settings: Settings, session: Session, task: TaskSet, context: Context, folder: RunFolder, crew: Crew
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None, list[dict[str, int]]]:
+    """Score every document that is not on disk yet, a batch at a time.
+
+    Returns all samples, the decay, and what other processes counted; only rank 0 returns.
+    """
     size, documents = settings.batch_size, task.documents
     adapter = KVLM(session, size)
     reference = None
@@ -70,16 +87,21 @@ def _answered(
         reference = KVLM(Session(session.loaded, Full(), None, Budget(None)), size)
     evaluation = LabelEvaluation(adapter, task, context, settings.seed, reference)
     evaluation.measure_bias(size)  # also when all samples are there: the record tells what this process did
-    order = [document.id for document in documents]
-    if not folder.settled(order):
-        batches = batched(by_length(documents), size)
-        done = folder.resume([[document.id for document in batch] for batch in batches])
-        what = f"{settings.choices['task']} {settings.choices['method']}"
-        for batch in track(batches[done:], what, unit="batches"):
-            folder.append(evaluation.score(batch))
-        folder.settle(order)
+    batches = batched(by_length(documents), size)
+    score_batches(
+        folder,
+        crew,
+        batches,
+        [[document.id for document in batch] for batch in batches],
+        [context.key] * len(batches),
+        [document.id for document in documents],
+        evaluation.score,
+        f"{settings.choices['task']} {settings.choices['method']}",
+    )
+    others = crew.gather(session.counters)[1:]
+    crew.done()
     decay = None
     if reference is not None and settings.method.family == "memory":
         asked = [evaluation.instances(batch) for batch in batched(documents[:DECAY_QUERIES], size)]
         decay = prefix_decay(((reference.batch(i), adapter.batch(i)) for i in asked), DECAY_TOKENS)
-    return folder.samples(), decay
+    return folder.samples(), decay, others

@@ -7,31 +7,37 @@ from typing import Any
 
 from kvexp import instantiate
 from kvexp.calibration.prepare import draw_segments, draw_traces, prepare
+from kvexp.crew.crew import ALONE, Crew
 from kvexp.evaluation.labels import context_of
 from kvexp.measure.timing import Stopwatch
 from kvexp.prompt import Context
 from kvexp.report.folder import RunFolder
 from kvexp.schema import Settings
-from kvexp.tasks.base import TaskSet
 
 
 def memory_for(
-    settings: Settings, loaded: Any, task: TaskSet | None, folder: RunFolder | None, watch: Stopwatch
+    settings: Settings,
+    loaded: Any,
+    task: Any,
+    folder: RunFolder | None,
+    watch: Stopwatch,
+    crew: Crew = ALONE,
 ) -> Any:
     """Return the memory of a method that learns something, else what its contexts share, or None.
 
     `task` gives the traces (None: it is loaded where they are wanted); `folder` gets a pointer to the memory.
+    Every rank of a crew takes part, and has the same in the end.
     """
     if not settings.method.needs_calibration:
         return settings.method.opened(loaded.model, settings.store_dir, loaded.sha256)
     with watch("prepare"):
-        memory, pointer = _prepared(settings, loaded, task)
-    if folder is not None:
+        memory, pointer = _prepared(settings, loaded, task, crew)
+    if folder is not None and crew.first:
         folder.write_memory(pointer)
     return memory
 
 
-def _prepared(settings: Settings, loaded: Any, task: TaskSet | None) -> tuple[Any, dict[str, Any]]:
+def _prepared(settings: Settings, loaded: Any, task: Any, crew: Crew) -> tuple[Any, dict[str, Any]]:
     spec = settings.calibration
     if spec.name == "text":
         context, items = Context((), ()), draw_segments(spec, loaded, settings.data_dir)
@@ -55,5 +61,6 @@ def _prepared(settings: Settings, loaded: Any, task: TaskSet | None) -> tuple[An
         spec.batch_size,
         functools.partial(instantiate.trainer, settings.trainer),
         spec.keep_samples,
+        crew,
     )
     return memory, {"folder": str(where), "built": built, "manifest": memory.manifest}

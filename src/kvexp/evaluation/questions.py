@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from kvexp.budget import Budget
 from kvexp.cache.kv_cache import KVCache
+from kvexp.crew.crew import ALONE, Crew
 from kvexp.errors import UserError
+from kvexp.evaluation.labels import context_of, facts_of
 from kvexp.evaluation.length import warn_of_questions
+from kvexp.evaluation.shares import score_batches
 from kvexp.measure.answered import Answered
 from kvexp.measure.timing import Stopwatch
-from kvexp.measure.usage import cache_usage, total_usage
+from kvexp.measure.usage import added, cache_usage, total_usage
 from kvexp.methods.baseline.full import Full
-from kvexp.progress import track
 from kvexp.prompt import Context
 from kvexp.report.folder import RunFolder
 from kvexp.schema import Settings
@@ -42,7 +44,13 @@ class Asked:
 
 
 def answer(
-    settings: Settings, loaded: Any, task: QuestionSet, memory: Any, folder: RunFolder, watch: Stopwatch
+    settings: Settings,
+    loaded: Any,
+    task: QuestionSet,
+    memory: Any,
+    folder: RunFolder,
+    watch: Stopwatch,
+    crew: Crew = ALONE,
 ) -> Answered:
     """Ask every question that is not answered on disk yet, a batch at a time."""
     if settings.fidelity and not all(question.answer_ids for question in task.questions):
@@ -50,25 +58,36 @@ def answer(
             "fidelity=true compares along known answers, and this task has none: leave it out, or take"
             " task=continuation"
         )
-    warn_of_questions(loaded, settings.task, task.questions)
+    if settings.calibration.empty_prefix and task.context is not None:
+        bare = context_of(settings, task)
+        task = replace(task, questions=[replace(one, context=bare) for one in task.questions])
     session = Session(loaded, settings.method, memory, settings.budget, watch)
+    warn_of_questions(session, settings.task, task.questions)
     run = Run(settings, session, task)
     apart = settings.method.needs_query
     batches = planned(task.questions, settings.batch_size, settings.sampling.samples, apart)
     order = [asked.id for asked in every(task.questions, settings.sampling.samples)]
     with settings.method.attach(loaded.model, memory):
-        if not folder.settled(order):
-            done = folder.resume([[asked.id for asked in batch] for batch in batches])
-            what = f"{settings.choices['task']} {settings.choices['method']}"
-            for batch in track(batches[done:], what, unit="batches"):
-                folder.append(run.ask(batch))
-            folder.settle(order)
+        score_batches(
+            folder,
+            crew,
+            batches,
+            [[asked.id for asked in batch] for batch in batches],
+            ["+".join(sorted({run.name(asked) for asked in batch})) for batch in batches],
+            order,
+            run.ask,
+            f"{settings.choices['task']} {settings.choices['method']}",
+        )
+        others = crew.gather([run.usages, session.counters])[1:]
+        crew.done()
         if not run.usages:  # everything was on disk: one batch tells what the method does and holds
             run.ask(batches[0])
     samples = folder.samples()
     fidelity = fidelity_summary(samples, None) if settings.fidelity else None
     metrics = question_metrics(samples, task, settings.sampling.samples)
-    usage = total_usage(run.usages)
+    usages = [usage for theirs, _ in others for usage in theirs]
+    usage = added(total_usage([*usages, *run.usages]), [counters for _, counters in others])
+    usage |= facts_of(memory)
     return Answered(metrics, usage, fidelity, session.decoded, task.data_sha256, task.notes)
 
 
@@ -124,12 +143,17 @@ class Run:
         if settings.fidelity:
             self.reference = Session(session.loaded, Full(), None, Budget(None))
 
+    def name(self, asked: Asked) -> str:
+        """Return the name of what is encoded for an answer: its context, or for its question alone."""
+        question = asked.question
+        return question.id if self.settings.method.needs_query else question.context.key
+
     def encode(
         self, batch: Sequence[Asked]
     ) -> tuple[Context | list[Context], list[int], list[Sequence[int]] | None]:
         """Encode the contexts of a batch; return them, which of them each answer stands on, and for what."""
         apart = self.settings.method.needs_query
-        names = [one.question.id if apart else one.question.context.key for one in batch]
+        names = [self.name(one) for one in batch]
         first = {name: one.question for name, one in zip(names, batch, strict=True)}
         contexts = [question.context for question in first.values()]
         places = {name: place for place, name in enumerate(first)}

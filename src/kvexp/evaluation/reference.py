@@ -62,7 +62,7 @@ def reference(
         "format": FORMAT,
     }
 
-    def build() -> Reference:
+    def build(work: Path) -> Reference:
         parts = [
             _states(loaded.model, texts[at : at + batch_size], skip)
             for at in track(range(0, len(texts), batch_size), "full attention", unit="batches")

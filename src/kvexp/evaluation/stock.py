@@ -22,7 +22,7 @@ def answer(settings: Settings, loaded: Any, folder: RunFolder, watch: Stopwatch)
             settings.task, KVLM(session, settings.batch_size), settings.limit, settings.seed
         )
     folder.check_inputs({"model_sha256": loaded.sha256, "data_sha256": digest})
-    if not folder.resume([[sample["id"] for sample in samples]]):
+    if folder.resume([[sample["id"] for sample in samples]]):
         folder.append(samples)
     usage = cache_usage(loaded.model, session.context(NOTHING), 0, 0)
     return Answered(metrics, usage, None, session.decoded, digest)

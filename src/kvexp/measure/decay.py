@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from kvexp.attention.function import Call
-from kvexp.cache.dense import DenseLayer, State
+from kvexp.cache.dense import DenseLayer
+from kvexp.cache.source import State
 from kvexp.tasks.batch import QueryBatch
 
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from kvexp.attention.function import Call
-from kvexp.cache.dense import DenseLayer, State
+from kvexp.cache.dense import DenseLayer
+from kvexp.cache.source import State
 from kvexp.methods.memory.lookup import LayerLookup
-from kvexp_kernels.merge_states.reference import merge_states
+from kvexp_kernels.merge_states import merge_states
 
 
 @dataclass

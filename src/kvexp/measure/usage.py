@@ -51,6 +51,17 @@ def total_usage(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return total | shares(total)
 
 
+def added(usage: dict[str, Any], others: Sequence[Mapping[str, int]]) -> dict[str, Any]:
+    """Return a `cache` section with the counters of other processes added to its own."""
+    if not others:
+        return usage
+    total = dict(usage)
+    for counters in others:
+        for name, value in counters.items():
+            total[name] = total.get(name, 0) + int(value)
+    return total | shares(total)
+
+
 def shares(counters: Mapping[str, Any]) -> dict[str, float]:
     """Return what reuse really found and refreshed, over all contexts, as shares of the tokens of units.
 

@@ -17,6 +17,8 @@ from kvexp.prompt import Context
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
+
     from kvexp.budget import Budget
     from kvexp.cache.kv_cache import KVCache
 
@@ -31,21 +33,40 @@ class Memory(Protocol):
         ...
 
 
+class Part(Protocol):
+    """What is collected of a few batches, in a folder of its own."""
+
+    def __call__(self, batch: list[Any]) -> None:
+        """Take in one batch."""
+        ...
+
+    def close(self) -> None:
+        """Write what is not written yet."""
+        ...
+
+
 class Calibration(Protocol):
-    """What `prepare` is given: the text to learn from, and a runner that shows progress, one on each rank."""
+    """What `prepare` is given: the text to learn from, and ways to work on it, with others where there are.
+
+    Every process of a run calls the same verbs in the same order, and has the same answers.
+    """
 
     context: Context
     traces: Sequence[Sequence[int]]  # token ids of each trace, as they follow the context
-    folder: Path  # where this rank writes samples that do not fit in memory
     seed: int
-    collected: bool  # samples of an earlier run lie ready, nothing has to be run
 
-    def run(self, step: Callable[[list[Any]], None], items: Sequence[Any], what: str) -> None:
-        """Call `step` once for each batch of this rank's items, without gradients."""
+    def collect(self, start: Callable[[Path], Part], items: Sequence[Any], what: str) -> list[Path]:
+        """Give every item, in batches and without gradients, to a part; return the parts' folders in order.
+
+        `start(folder)` makes the part that writes there. Which items are in a part depends on the items
+        alone; parts that an earlier run completed are not run again.
+        """
         ...
 
-    def shards(self) -> list[Path]:
-        """Wait for all ranks and return the folders they wrote to, in rank order; only rank 0 returns."""
+    def spread(
+        self, keys: Sequence[int], build: Callable[[int], dict[str, torch.Tensor]], what: str
+    ) -> dict[int, dict[str, torch.Tensor]]:
+        """Return `build(key)` of every key, each computed once, by one process or by an earlier run."""
         ...
 
     def track(self, items: Iterable[Any], what: str, total: int | None = None) -> Iterable[Any]:

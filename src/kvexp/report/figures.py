@@ -23,10 +23,15 @@ def pyplot() -> Any:
     return found
 
 
-def saved(figure: Any, path: Path, bottom: float = 0.0) -> Path:
-    """Write a figure as PNG and close it; `bottom` is the share of its height that a legend below takes."""
+def saved(figure: Any, path: Path, bottom: float = 0.0, pdf: bool = False) -> Path:
+    """Write a figure as PNG (and as PDF beside it) and close it.
+
+    `bottom` is the share of its height that a legend below takes.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout(rect=(0, bottom, 1, 1))
     figure.savefig(path, dpi=150)
+    if pdf:
+        figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None})
     pyplot().close(figure)
     return path

@@ -3,7 +3,7 @@
 config.yaml    resolved configuration
 inputs.json    sha256 of the model and the data, so that a run goes on with the same ones only
 record.json    the result (`kvexp.report.record`)
-samples.jsonl  one line for each document (`kvexp.report.samples`)
+samples.jsonl  one line for each document (`kvexp.report.samples`); samples.<rank>.jsonl while others help
 memory.json    pointer to the calibration artefact in use
 log.txt        what the run said
 old-<n>/       the same files of an earlier run that resume=false set aside
@@ -115,9 +115,13 @@ class RunFolder:
         """Return the samples on disk in order."""
         return self._samples.read()
 
-    def resume(self, batches: Sequence[Sequence[str]]) -> int:
-        """Return how many leading batches of sample ids are done; see `SampleFile.resume`."""
+    def resume(self, batches: Sequence[Sequence[str]]) -> list[int]:
+        """Return which batches of sample ids are to be done; see `SampleFile.resume`."""
         return self._samples.resume(batches)
+
+    def help(self, rank: int, batches: Sequence[Sequence[str]]) -> None:
+        """Append to a file of this rank's own from here on: these batches are its share."""
+        self._samples = self._samples.shard(rank, batches)
 
     def settle(self, order: Sequence[str]) -> None:
         """Put all samples into the order of documents; see `SampleFile.settle`."""
@@ -128,7 +132,7 @@ class RunFolder:
         return self._samples.settled(order)
 
     def append(self, batch: Sequence[Mapping[str, Any]]) -> None:
-        """Append the samples of the next planned batch; see `SampleFile.append`."""
+        """Append the samples of a planned batch; see `SampleFile.append`."""
         self._samples.append(batch)
 
     def set_aside(self) -> Path | None:
@@ -136,7 +140,8 @@ class RunFolder:
 
         log.txt is copied there and emptied.
         """
-        present = [name for name in FILES if (self.path / name).exists()]
+        names = (*FILES, *(path.name for path in self._samples.shards()))
+        present = [name for name in names if (self.path / name).exists()]
         if not present:
             return None
         taken = [int(path.name[4:]) for path in self.path.glob("old-*") if path.name[4:].isdecimal()]

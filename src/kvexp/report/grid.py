@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
-from kvexp.report.items import Items, Record, mean_by_item
+from kvexp.report.items import Answers, Items, Record, mean_by_item
 from kvexp.report.loggers import flatten
-from kvexp.tasks.metrics import bootstrap, paired_difference
+from kvexp.tasks.metrics import Difference
+from kvexp.tasks.nested import bootstrap, paired_difference
 
 HEADLINES = ("accuracy", "exact_match", "f1", "acc")
 COMPANIONS = {"kl": ("top1_agreement", "perplexity")}
+FEW = 3  # as many differing settings are named in full
+OFF = (None, False)
 OF_THE_METHOD = ("method", "calibration", "notes", "budget", "seed", "empty_prefix", "fidelity")
 
 
@@ -103,7 +106,7 @@ def estimate(row: Row, metric: str, items: Items) -> Estimate | None:
     errors = [record["metrics"][metric]["stderr"] for record in having]
     if len(having) == 1:
         return Estimate(values[0], errors[0], None)
-    over_items = [items.values(record, metric) for record in having]
+    over_items = [items.answers(record, metric) for record in having]
     if all(over_items):
         spread: float | None = bootstrap(list(mean_by_item(over_items).values())).stderr
     else:  # without samples: the error if every seed asked the same items, the largest that it can be
@@ -117,11 +120,25 @@ def paired(grid: Grid, row: Row, metric: str, items: Items) -> Paired | None:
     if full is None or row.method == "full":
         return None
     references = {record["choices"]["seed"]: record for record in full.records}
+    pairs = [(record, references.get(record["choices"]["seed"])) for record in row.records]
+    found = paired_runs([(ours, theirs) for ours, theirs in pairs if theirs is not None], metric, items)
+    if found is None:
+        return None
+    gap, difference = found
+    return Paired(row, metric, gap.n, difference, gap.low, gap.high, gap.wins, gap.losses, gap.p)
+
+
+def paired_runs(
+    pairs: Sequence[tuple[Record, Record]], metric: str, items: Items
+) -> tuple[Difference, Estimate] | None:
+    """Return the first minus the second of some pairs of runs, one for each seed, over the items they share.
+
+    The estimate has the error over items and, of several pairs, that over seeds. None where no items are
+    shared.
+    """
     ours, theirs = [], []
-    for record in row.records:
-        reference = references.get(record["choices"]["seed"])
-        mine = items.values(record, metric)
-        whole = items.values(reference, metric) if reference else {}
+    for first, second in pairs:
+        mine, whole = items.answers(first, metric), items.answers(second, metric)
         shared = [item for item in mine if item in whole]
         if shared:
             ours.append({item: mine[item] for item in shared})
@@ -129,36 +146,44 @@ def paired(grid: Grid, row: Row, metric: str, items: Items) -> Paired | None:
     if not ours:
         return None
     gap = paired_difference(list(mean_by_item(ours).values()), list(mean_by_item(theirs).values()))
-    means = [
-        statistics.fmean(a.values()) - statistics.fmean(b.values()) for a, b in zip(ours, theirs, strict=True)
-    ]
+    means = [_mean(a) - _mean(b) for a, b in zip(ours, theirs, strict=True)]
     se_seeds = _se(means) if len(means) > 1 else None
-    difference = Estimate(statistics.fmean(means), gap.stderr, se_seeds)
-    return Paired(row, metric, gap.n, difference, gap.low, gap.high, gap.wins, gap.losses, gap.p)
+    return gap, Estimate(statistics.fmean(means), gap.stderr, se_seeds)
 
 
 def _rows(records: Sequence[Record]) -> list[Row]:
-    settings = [_settings(record) for record in records]
+    settings = [settings_of(record) for record in records]
     groups: dict[str, list[tuple[Record, str]]] = {}
     for record, chosen in zip(records, settings, strict=True):
         peers = [other for other in settings if other["method"] == chosen["method"]]
         varied = _varied(chosen, peers)
         identity = json.dumps([chosen["method"], chosen["budget"], varied], default=str)
-        words = [name if value is True else f"{name}={value}" for name, value in varied.items()]
+        words = [_word(name, value) for name, value in varied.items()]
         groups.setdefault(identity, []).append((record, " ".join([chosen["method"], *words])))
     return [row for group in groups.values() for row in _split(group)]
+
+
+def _word(name: str, value: Any) -> str:
+    return name if value is True else f"{name}={'off' if value in OFF else value}"
 
 
 def _varied(chosen: Mapping[str, Any], peers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the settings that tell runs of one method apart, besides budget and seed, under short names.
 
-    Those that are off (null, false) are left out: the other run says that it has them on.
+    Those that are off (null, false) are left out: the other run says that it has them on. Where many settings
+    differ, so are those that most runs share: an ablation is named by what it changes.
     """
     keys = dict.fromkeys(key for peer in peers for key in peer if key not in ("budget", "seed"))
-    differing = [key for key in keys if len({json.dumps(peer.get(key), default=str) for peer in peers}) > 1]
+    spread = {key: Counter(json.dumps(peer.get(key), default=str) for peer in peers) for key in keys}
+    differing = [key for key in keys if len(spread[key]) > 1]
     short = Counter(key.rpartition(".")[2] for key in differing)
     names = {key: name if short[name := key.rpartition(".")[2]] == 1 else key for key in differing}
-    return {names[key]: chosen[key] for key in differing if chosen.get(key) not in (None, False)}
+    usual = {}
+    if len(differing) > FEW:
+        common = {key: spread[key].most_common(1)[0] for key in differing}
+        usual = {key: value for key, (value, count) in common.items() if 2 * count > len(peers)}
+    shown = [key for key in differing if usual.get(key) != json.dumps(chosen.get(key), default=str)]
+    return {names[key]: chosen.get(key) for key in shown if key in usual or chosen.get(key) not in OFF}
 
 
 def _split(group: Sequence[tuple[Record, str]]) -> list[Row]:
@@ -175,19 +200,32 @@ def _row(records: Sequence[Record], label: str) -> Row:
     return Row(label, str(records[0]["choices"]["budget"]), complete, failed)
 
 
-def _settings(record: Record) -> dict[str, Any]:
+def settings_of(record: Record) -> dict[str, Any]:
     """Return the names of the choices that matter to a result, and every knob that the record tells, flat."""
     names = {key: record["choices"][key] for key in ("model", "method", "task", "budget", "seed")}
     return {**flatten(record.get("identity") or {}), **names}
 
 
+def setting_of(record: Record) -> dict[str, Any]:
+    """Return what a record tells of its setting: all but the method's own choices, the budget and the seed.
+
+    Settings that are off (null, false) are left out, so that one that is new and off changes no comparison.
+    """
+    known = settings_of(record)
+    mine = {key: value for key, value in known.items() if key.split(".")[0] not in OF_THE_METHOD}
+    return {key: value for key, value in mine.items() if value not in OFF}
+
+
 def _is_reference(other: Row, row: Row) -> bool:
-    """Whether `other` is `full` with its context, and has all settings of `row` but the method's."""
+    """Whether `other` is `full` with its context, in the setting of `row`."""
     if other.method != "full" or not other.records or not row.records:
         return False
-    theirs, ours = (_settings(candidate.records[0]) for candidate in (other, row))
-    shared = [key for key in {**theirs, **ours} if key.split(".")[0] not in OF_THE_METHOD]
-    return not theirs.get("empty_prefix") and all(theirs.get(key) == ours.get(key) for key in shared)
+    theirs, ours = other.records[0], row.records[0]
+    return not settings_of(theirs).get("empty_prefix") and setting_of(theirs) == setting_of(ours)
+
+
+def _mean(answers: Answers) -> float:
+    return statistics.fmean(statistics.fmean(found) for found in answers.values())
 
 
 def _se(values: Sequence[float]) -> float:

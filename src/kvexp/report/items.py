@@ -1,7 +1,7 @@
 """The score of each item, read from samples.jsonl.
 
 Two runs answer the same item when id, query and expected answer agree: the same id alone may stand for
-another question under another seed.
+another question under another seed. Several answers to one question (`samples=8`) are one item.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +18,36 @@ from kvexp.report.samples import SampleFile
 
 Record = Mapping[str, Any]
 Item = tuple[str, str, str]
-Values = dict[Item, float]
+Answers = dict[Item, tuple[float, ...]]
 
 
 @dataclass
 class Items:
-    """Reads the scores of runs, each folder once."""
+    """Reads the samples and scores of runs, each folder once."""
 
     _read: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
-    def values(self, record: Record, metric: str) -> Values:
-        """Return the score of each item, empty when the samples are gone or do not tell this metric."""
+    def samples(self, record: Record) -> list[dict[str, Any]]:
+        """Return the run's samples in order, none when they are gone."""
         folder = record.get("folder")
-        if folder is None:
-            return {}
+        if folder is None or record.get("samples") is False:  # they cannot be read
+            return []
         if folder not in self._read:
             self._read[folder] = SampleFile(Path(folder) / "samples.jsonl").read()
-        scores: Values = {}
-        for sample in self._read[folder]:
+        return self._read[folder]
+
+    def answers(self, record: Record, metric: str) -> Answers:
+        """Return the scores of each item's answers, empty when the samples are gone or do not tell them."""
+        several = _drawn(record) > 1
+        scores: dict[Item, list[float]] = {}
+        for sample in self.samples(record):
             value = item_score(sample, metric)
             if value is None:
                 return {}
-            scores[sample["id"], json.dumps(sample.get("query")), json.dumps(sample.get("expected"))] = value
-        return scores
+            name = sample["id"].rpartition("/")[0] if several else sample["id"]
+            item = (name, json.dumps(sample.get("query")), json.dumps(sample.get("expected")))
+            scores.setdefault(item, []).append(value)
+        return {item: tuple(values) for item, values in scores.items()}
 
 
 def item_score(sample: Mapping[str, Any], metric: str) -> float | None:
@@ -55,10 +63,21 @@ def item_score(sample: Mapping[str, Any], metric: str) -> float | None:
     return None
 
 
-def mean_by_item(seeds: Sequence[Values]) -> Values:
-    """Return each item's mean over the seeds that asked it."""
-    by_item: dict[Item, list[float]] = {}
+def mean_by_item(seeds: Sequence[Answers]) -> Answers:
+    """Return each item's answers, the first, second, ... each averaged over the seeds that asked it."""
+    by_item: dict[Item, list[tuple[float, ...]]] = {}
     for values in seeds:
-        for item, value in values.items():
-            by_item.setdefault(item, []).append(value)
-    return {item: statistics.fmean(values) for item, values in by_item.items()}
+        for item, answers in values.items():
+            by_item.setdefault(item, []).append(answers)
+    return {
+        item: tuple(
+            statistics.fmean(value for value in column if value is not None) for column in zip_longest(*found)
+        )
+        for item, found in by_item.items()
+    }
+
+
+def _drawn(record: Record) -> int:
+    """Return how many answers were drawn for each question."""
+    sampling = (record.get("identity") or {}).get("sampling") or {}
+    return sampling.get("samples") or 1

@@ -51,6 +51,7 @@ def finish_provenance(
     model_sha256: str | None = None,
     data_sha256: str | None = None,
     task: Mapping[str, Any] | None = None,
+    processes: int = 1,
 ) -> dict[str, Any]:
     """Return `started` with what is known at the end; `device` ("cpu", "cuda:0", ...) is named in full.
 
@@ -59,6 +60,7 @@ def finish_provenance(
     return {
         **started,
         **({"task": dict(task)} if task else {}),
+        **({"processes": processes} if processes > 1 else {}),
         "device": device_name(device),
         "threads": threads,
         "model_sha256": model_sha256,

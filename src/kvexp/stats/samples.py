@@ -216,19 +216,6 @@ class SampleStore:
         return values if values.dtype == torch.float64 else values.float()
 
 
-def sound(folder: str | Path) -> bool:
-    """Return whether a closed store can be read: its manifest, and every file as long as that says."""
-    try:
-        part = _Part.load(Path(folder))
-        return all(
-            part.path(layer, name).stat().st_size == n * field.width * np.dtype(_NUMPY[field.dtype]).itemsize
-            for layer, n in part.counts.items()
-            for name, field in part.fields.items()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-
-
 def _packed(tensor: Tensor, field: Field, what: str) -> np.ndarray:
     """The tensor as a contiguous array in its disk dtype, checked; `what` names it in errors."""
     if tuple(tensor.shape[1:]) != field.shape:

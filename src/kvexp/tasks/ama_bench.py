@@ -74,6 +74,11 @@ class AmaBench(Task):
             )
         self._judge()  # an endpoint that is not there is told before anything loads
 
+    @property
+    def has_units(self) -> bool:
+        """Whether a context holds more than one note."""
+        return self.k > 1
+
     def load(
         self,
         tokenizer: Any,

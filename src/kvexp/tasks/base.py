@@ -101,6 +101,11 @@ class Task(ABC):
     known_answers: ClassVar[bool] = False
     units: ClassVar[bool] = False
 
+    @property
+    def has_units(self) -> bool:
+        """Whether a context holds more than one unit of text with these knobs."""
+        return self.units
+
     @abstractmethod
     def load(
         self,

@@ -9,17 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
-from kvexp.cache.dense import Observer
+from kvexp.attention.options import options_of
 from kvexp.cache.kv_cache import KVCache
+from kvexp.cache.source import Observer
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     """Return the most likely tokens [B] of logits [B, V], ties to the lower id."""
     return logits.argmax(-1)
+
+
+def _scores(logits: torch.Tensor) -> torch.Tensor:
+    """Logits in float32, or float64 of a float64 model."""
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 class QueryBatch:
@@ -79,7 +86,7 @@ class QueryBatch:
                 position_ids=positions.clamp(min=0),
                 logits_to_keep=keep,
             )
-        return output.logits if output.logits.dtype == torch.float64 else output.logits.float()
+        return _scores(output.logits)
 
     def extend(self, tokens: Sequence[Sequence[int]], observer: Observer | None = None) -> torch.Tensor:
         """Return logits [B, n, V] after each of n more tokens per query, where a row has as many.
@@ -108,23 +115,36 @@ class QueryBatch:
             first = torch.cat([first, more], dim=1)
         return [rows[: len(answer)] for rows, answer in zip(first, answers, strict=True)]
 
+    def _steps(self, compiled: bool) -> Callable[..., torch.Tensor]:
+        """Return what takes a cache, tokens [B, 1], a mask and positions to logits [B, 1, V]."""
+        if compiled:
+            from kvexp.decode.compiled import compiled_steps
+
+            steps = compiled_steps(self.model)
+            if steps is not None:
+                return lambda *step: _scores(steps(*step))
+        return partial(self._forward, keep=1)
+
     def generate(
         self,
         max_new_tokens: int | Sequence[int],
         stopped: Callable[[list[int]], str | None],
         choose: Callable[[torch.Tensor], torch.Tensor] = greedy,
         stepped: Callable[[], AbstractContextManager[None]] = nullcontext,
+        compiled: bool | None = None,
     ) -> tuple[list[list[int]], list[str]]:
         """Return continuations and why each ended: what `stopped(new ids)` said, or "length".
 
         `max_new_tokens` is one number, or one for each query. `choose` takes logits [B, V] to tokens [B].
-        `stepped` is entered around each step of decoding, for timing.
+        `stepped` is entered around each step of decoding, for timing. `compiled`: see `kvexp.decode`; None:
+        as the model's options say.
         """
         count = len(self.queries)
         limits = [max_new_tokens] * count if isinstance(max_new_tokens, int) else list(max_new_tokens)
         made: list[list[int]] = [[] for _ in range(count)]
         ends: list[str | None] = [None] * count
         cache, columns, logits = self.cache.fork(), self.columns, self.logits
+        forward = self._steps(options_of(self.model).compiled if compiled is None else compiled)
         for step in range(max(limits)):
             token = choose(logits)  # [B]
             for row, value in enumerate(token.tolist()):
@@ -133,10 +153,11 @@ class QueryBatch:
                     ends[row] = stopped(made[row]) or ("length" if len(made[row]) >= limits[row] else None)
             if all(ends):
                 break
-            columns = torch.cat([columns, columns.new_ones(count, 1)], dim=1)
+            if self.padded:
+                columns = torch.cat([columns, columns.new_ones(count, 1)], dim=1)
             mask, positions = self._mask(columns), self.next_position + step
             if cache.evictor is not None:  # sequences that have ended go on, and count no more
                 cache.evictor.alive = [end is None for end in ends]
             with stepped():
-                logits = self._forward(cache, token[:, None], mask, positions, 1)[:, -1]
+                logits = forward(cache, token[:, None], mask, positions)[:, -1]
         return made, [end or "length" for end in ends]

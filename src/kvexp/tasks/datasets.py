@@ -12,7 +12,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,14 @@ SOURCES = {
     "trec": Source("CogComp/trec", None, {"text": "text", "coarse_label": "coarse", "fine_label": "fine"}),
     "aime24": Source("HuggingFaceH4/aime_2024", None, {**_PROBLEM, "id": "id"}, split="train"),
     "aime25": Source("math-ai/aime25", None, {**_PROBLEM, "id": "id"}),
+    "bbh_geometric_shapes": Source(
+        "lukaemon/bbh", "geometric_shapes", {"input": "question", "target": "answer"}, split="test"
+    ),
+    "math_counting_and_probability": Source(
+        "EleutherAI/hendrycks_math",
+        "counting_and_probability",
+        {"problem": "question", "solution": "solution", "level": "level"},
+    ),
     "math500": Source(
         "HuggingFaceH4/MATH-500",
         None,
@@ -53,7 +61,11 @@ SOURCES = {
 
 
 def load_rows(
-    name: str, split: str, data_dir: str | None = None, fields: Sequence[str] = ()
+    name: str,
+    split: str,
+    data_dir: str | None = None,
+    fields: Sequence[str] = (),
+    source: str | None = None,
 ) -> list[dict[str, str]]:
     """Return the rows of a set in published order, with the fields that its files have.
 
@@ -62,6 +74,7 @@ def load_rows(
         split: train or test.
         data_dir: the folder; None: the environment variable KVEXP_DATA_DIR, or the hub where that is unset.
         fields: the fields that every row of a folder must have.
+        source: a mirror of the set on the hub, "hf://datasets/ORG/NAME"; None: its own place there.
 
     Raises:
         UserError: the folder lacks the file, a row lacks a field, or the hub cannot be read.
@@ -72,7 +85,7 @@ def load_rows(
         rows = _read_file(path, folder)
         _need_fields(rows, fields, path)
         return rows
-    return _read_hub(name, split)
+    return _read_hub(name, split, source)
 
 
 def _read_file(path: Path, folder: str) -> list[dict[str, str]]:
@@ -98,10 +111,12 @@ def _need_fields(rows: Sequence[Any], fields: Sequence[str], path: Path) -> None
                 raise UserError(f"{path} has no text '{key}' in row {number}: fetch it again")
 
 
-def _read_hub(name: str, split: str) -> list[dict[str, str]]:
+def _read_hub(name: str, split: str, mirror: str | None) -> list[dict[str, str]]:
     import datasets
 
     source = SOURCES[name]
+    if mirror:
+        source = replace(source, hub_id=mirror.removeprefix("hf://datasets/"))
     try:
         table = _load_table(datasets, source, source.split or split)
     except Exception as error:
@@ -110,6 +125,22 @@ def _read_hub(name: str, split: str) -> list[dict[str, str]]:
             f"set data_dir=PATH to a folder that has {name}/{split}.jsonl.gz"
         ) from error
     return list(_rows(table, source))
+
+
+def hub_table(source: str, config: str, split: str, member: str) -> Any:
+    """Return the rows of a part of a set on the hub ("hf://datasets/ORG/NAME") as they are there.
+
+    Raises UserError where it cannot be read, which names the `member` of a data folder that serves instead.
+    """
+    import datasets
+
+    try:
+        return datasets.load_dataset(source.removeprefix("hf://datasets/"), config, split=split)
+    except Exception as error:  # the hub's client has many of its own
+        raise UserError(
+            f"{source} cannot be read from the hub ({_first_line(error)}): set data_dir=PATH to a folder that"
+            f" has {member}"
+        ) from error
 
 
 def _load_table(datasets: Any, source: Source, split: str) -> Any:

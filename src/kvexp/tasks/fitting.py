@@ -68,6 +68,20 @@ def cut(tokenizer: Any, context: str, query: str) -> Cut:
     )
 
 
+def cut_nearest(tokenizer: Any, context: str, query: str) -> Cut:
+    """Return a prompt cut at the last token border before the query that lies in `context` for any query.
+
+    The context is what the tokens of `context` alone and those of the whole have in common; where the
+    tokenizer merges the two texts, its last tokens go to the query. The ids are those of the whole prompt.
+    """
+    whole, alone = encode(tokenizer, context + query), encode(tokenizer, context)
+    pairs = zip(whole, alone, strict=False)
+    same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(whole) - 1, len(alone)))
+    rest = whole[same:]
+    text = tokenizer.decode(rest, clean_up_tokenization_spaces=False)
+    return Cut(Context(bos_ids(tokenizer), (tuple(whole[:same]),)), text, tuple(rest))
+
+
 def _secant(known: list[tuple[int, int]], room: int) -> int:
     """The size at which the line through the two tries nearest to `room` has that cost."""
     (a, cost_a), (b, cost_b) = sorted([(0, 0), *known], key=lambda point: abs(point[1] - room))[:2]

@@ -56,16 +56,21 @@ class Draw(Protocol):
 
 @dataclass(frozen=True)
 class Prompt:
-    """The prompt format of a task for one tokenizer. `header` is the text before the first demonstration."""
+    """The prompt format of a task for one tokenizer. `header` is the text before the first demonstration.
+
+    `lines`: whether a text keeps its line breaks.
+    """
 
     tokenizer: Any
     header: str
     query_word: str
     answer_word: str
+    lines: bool = False
 
     def query(self, row: Row) -> str:
         """The text that asks for the label of `row`."""
-        return f"{self.query_word}: {' '.join(row.text.split())}\n{self.answer_word}:"
+        text = row.text.strip() if self.lines else " ".join(row.text.split())
+        return f"{self.query_word}: {text}\n{self.answer_word}:"
 
     def query_ids(self, row: Row) -> tuple[int, ...]:
         """Token ids of the query, as they stand after a line of the context."""
@@ -126,6 +131,8 @@ class LabelTask(Task):
     units: ClassVar[bool] = True
     query_word: ClassVar[str] = "Query"
     answer_word: ClassVar[str] = "Intent"
+    lines: ClassVar[bool] = False
+    """Whether texts keep their line breaks."""
     header: ClassVar[str]
 
     context_tokens: int = 4096
@@ -158,7 +165,8 @@ class LabelTask(Task):
         if self.permute_labels:
             permutation = shown = derangement(drawn.labels, f"{self.id}/{seed}/permutation")
             rows = (row._replace(label=shown[row.label]) for row in rows)
-        prompt = Prompt(tokenizer, self.header if self.description else "", self.query_word, self.answer_word)
+        header = self.header if self.description else ""
+        prompt = Prompt(tokenizer, header, self.query_word, self.answer_word, self.lines)
         context, used = prompt.context(rows, self.context_tokens)
         ids = {label: prompt.answer_ids(f" {label}") for label in drawn.labels}
         if len(set(ids.values())) < len(ids):

@@ -67,6 +67,11 @@ class Locomo(Task):
         if not self.categories or not set(self.categories) <= set(CATEGORIES):
             raise UserError("task.categories is a list of numbers from 1 to 5: set task.categories=[1,2,3,4]")
 
+    @property
+    def has_units(self) -> bool:
+        """Whether a context holds more than one note."""
+        return self.k > 1
+
     def load(
         self,
         tokenizer: Any,

@@ -45,9 +45,9 @@ def extract_answer(text: str) -> str | None:
     It is the content of the last `\boxed{...}` that closes and is not empty; without one, what follows the
     last "final answer" on its line or the next; without that, the last number.
     """
-    boxed = _boxed(text)
+    boxed = [held for held in boxes(text) if held]
     if boxed:
-        return boxed
+        return boxed[-1]
     for phrase in reversed(list(_FINAL.finditer(text))):
         answer = _of_line(text[phrase.end() :])
         if answer:
@@ -181,9 +181,9 @@ def _split(text: str) -> list[str]:
     return [*elements, text[start:].strip()]
 
 
-def _boxed(text: str) -> str:
-    """Return what the last box holds that closes and is not empty, or an empty string."""
-    boxes = {box.end() for box in _BOX.finditer(text)}
+def boxes(text: str) -> list[str]:
+    r"""Return what each `\boxed{...}` of a text holds, in the order in which they open."""
+    starts = {box.end() for box in _BOX.finditer(text)}
     opened: list[int] = []
     closed: dict[int, str] = {}
     for token in _BRACE.finditer(text):
@@ -191,9 +191,9 @@ def _boxed(text: str) -> str:
             opened.append(token.end())
         elif token[0] == "}" and opened:
             start = opened.pop()
-            if start in boxes:
+            if start in starts:
                 closed[start] = text[start : token.start()].strip()
-    return next((closed[start] for start in sorted(closed, reverse=True) if closed[start]), "")
+    return [closed[start] for start in sorted(closed)]
 
 
 def _of_line(text: str) -> str:

@@ -68,6 +68,11 @@ class Ruler(Task):
             raise UserError("task.depths is a list of percentages: set task.depths=[0,50,100], or null")
 
     @property
+    def context_tokens(self) -> int:
+        """What a share as a budget is of: `length`, which the context shares with query and answer."""
+        return self.length
+
+    @property
     def subtasks(self) -> tuple[str, ...]:
         """The subtasks chosen, each once."""
         sets = {"all": GENERATED, "all13": SUBTASKS}

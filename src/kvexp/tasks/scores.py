@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvexp.errors import UserError
-from kvexp.tasks import metrics
+from kvexp.tasks import metrics, nested
 
 LOWER_IS_BETTER = ("kl", "nll", "nll_full", "stale")
 FIDELITY = ("kl", "top1_agreement")
@@ -46,18 +46,19 @@ def question_metrics(samples: Sequence[dict[str, Any]], task: Any, drawn: int) -
 
     A question may be in several groups, written with " | " between them.
 
-    Answers to one question count together, by their mean: questions are what is resampled. `truncated` is the
-    share of answers that the limit on new tokens ended.
+    Answers to one question count together, by their mean: questions are what is resampled, and the answers
+    within each. `truncated` is the share of answers that the limit on new tokens ended.
     """
     check_scores(samples)
     by_question = [samples[at : at + drawn] for at in range(0, len(samples), drawn)]
     names = [*task.metrics, *(n for n in samples[0]["scores"] if n not in (*task.metrics, *FIDELITY))]
 
     def over(questions: Sequence[Sequence[dict[str, Any]]], name: str) -> Any:
-        values = [sum(one["scores"][name] for one in answers) / len(answers) for answers in questions]
-        return metrics.mean(values, name not in LOWER_IS_BETTER)
+        values = [[one["scores"][name] for one in answers] for answers in questions]
+        return nested.mean(values, name not in LOWER_IS_BETTER)
 
-    found: dict[str, Any] = {name: over(by_question, name) for name in names}
+    found: dict[str, Any] = task.overall(samples) if task.overall else {}
+    found |= {name: over(by_question, name) for name in names}
     groups_of = [answers[0].get("group", "").split(" | ") for answers in by_question]
     groups = list(dict.fromkeys(group for own in groups_of for group in own))
     if len(groups) > 1:

@@ -83,29 +83,23 @@ def test_parts_of_a_prompt_count_as_the_whole(tmp_path: Path) -> None:
         torch.testing.assert_close(found.square, whole.layers[index].square, atol=1e-5, rtol=1e-5)
 
 
-def test_two_processes_give_what_one_gives(tmp_path: Path) -> None:
+def test_parts_add_up_in_their_order(tmp_path: Path) -> None:
     model = helpers.model("llama")
 
-    class Share(helpers.Calibration):
-        """One of two processes: it runs every other batch, and rank 0 goes on with both folders."""
+    class InParts(helpers.Calibration):
+        """Each batch is a part of its own, as other processes may have measured it."""
 
-        def __init__(self, rank: int) -> None:
-            super().__init__(EMPTY, SEGMENTS, tmp_path)
-            self.rank, self.folder = rank, tmp_path / f"rank-{rank:03d}"
+        def collect(self, start: Any, items: Any, what: str) -> list[Path]:
+            folders = []
+            for at in range(0, len(items), 2):
+                part = start(tmp_path / f"part-{at}")
+                part(list(items[at : at + 2]))
+                part.close()
+                folders.append(tmp_path / f"part-{at}")
+            return folders
 
-        def run(self, step: Any, items: Any, what: str) -> None:
-            batches = [items[at : at + 2] for at in range(0, len(items), 2)]
-            for batch in batches[self.rank :: 2]:
-                step(list(batch))
-
-        def shards(self) -> list[Path]:
-            if self.rank:
-                raise SystemExit(0)
-            return sorted(tmp_path.glob("rank-*"))
-
-    with pytest.raises(SystemExit):
-        prepare(model, Share(1))
-    shared, alone = prepare(model, Share(0)), measured("llama", tmp_path / "alone")
+    shared = prepare(model, InParts(EMPTY, SEGMENTS, tmp_path))
+    alone = measured("llama", tmp_path / "alone")
     assert shared.manifest == alone.manifest
     for index, found in shared.layers.items():
         for name in NAMES:

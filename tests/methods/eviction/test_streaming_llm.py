@@ -7,6 +7,7 @@ import torch
 
 import helpers
 from evict import PROMPTS, Event, Reference, by_hand, each_setting, hold, layer_by_hand, watched
+from helpers import tokens
 from kvexp import tiny
 from kvexp.attention.options import Options, set_options
 from kvexp.attention.rope import rotate
@@ -200,3 +201,42 @@ def test_the_budget_must_hold_more_than_the_sinks() -> None:
         UserError, match=r"budget=4 leaves streaming_llm nothing to choose .* budget=5 or more"
     ):
         StreamingLLM().encode(helpers.model("llama"), helpers.context(), budget=4)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_rows_that_leave_in_place_are_those_that_are_chosen(steps: int, monkeypatch: Any) -> None:
+    model, found = helpers.model("llama"), []
+    for in_place in (True, False):
+        method = StreamingLLM(interval=steps)
+        if not in_place:
+            monkeypatch.setattr(StreamingLLM, "oldest_first", False)
+        cache = method.encode(model, tokens(30, seed=3), budget=16)
+        places, kept = set(), []
+        with method.attach(model):
+            for at in range(200):
+                model(torch.tensor([[at % 90]]), cache=cache)
+                layer = cache.layers[1]
+                places.add(layer.keys.untyped_storage().data_ptr())
+                if at % 41 == 0:
+                    kept.append([layer.slots.tolist(), layer.positions.tolist(), layer.keys.clone()])
+        found.append((kept, cache.evictor.usage(), dict(cache.counters), cache.nbytes()))
+        assert len(places) < 5
+    for (slots, positions, keys), (true_slots, true_positions, true_keys) in zip(
+        found[0][0], found[1][0], strict=True
+    ):
+        assert positions[0][0] == true_positions[0][0] and slots[0][0] == true_slots[0][0]
+        torch.testing.assert_close(keys, true_keys)
+    assert found[0][1:] == found[1][1:]
+
+
+def test_a_fork_keeps_its_rows_when_those_of_its_parent_leave() -> None:
+    model, method = helpers.model("llama"), StreamingLLM()
+    cache = method.encode(model, tokens(30, seed=3), budget=16)
+    with method.attach(model), torch.no_grad():
+        for at in range(5):
+            model(torch.tensor([[at]]), cache=cache)
+        fork = cache.fork()
+        expected = model(torch.tensor([[7]]), cache=cache.fork()).logits
+        for at in range(9):
+            model(torch.tensor([[at]]), cache=cache)
+        torch.testing.assert_close(model(torch.tensor([[7]]), cache=fork).logits, expected)

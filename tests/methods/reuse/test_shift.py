@@ -7,6 +7,7 @@ import torch
 
 import helpers
 from kvexp.attention.rerotate import Rotary
+from kvexp.methods.reuse import shift
 from kvexp.methods.reuse.geometry import Geometry
 from kvexp.methods.reuse.patched import RowSet
 from kvexp.methods.reuse.shift import add, mean_of
@@ -113,3 +114,19 @@ def test_low_precision_rows_are_shifted_in_float32() -> None:
         add(x, rows, torch.tensor([[[1.5]]]))
     assert x[0, 0, 0, 0] == 260.0  # 256 + 1.5 rounds to 258, and that to 260; in bfloat16, 256 + 1.5 too
     assert x.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("axes", [0, 2, 3])
+def test_the_kernel_adds_the_same(turned: bool, axes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    of, generator = geometry(3, 2), torch.Generator().manual_seed(0)
+    rows, width = all_rows(of), of.width
+    x, mean = (torch.randn(*shape, generator=generator) for shape in ((1, 2, width, 16), (2, 2, 16)))
+    weights = torch.rand(1, *[2] * (axes - 2), width, generator=generator) if axes else None
+    angles = Rotary(helpers.model("llama")).angles(0, torch.arange(width)[None]) if turned else None
+    plain, fused = x.clone(), x.clone()
+    add(plain, rows, mean, weights, angles)
+    monkeypatch.setattr(shift, "fused", lambda *tensors: True)  # as where there is a kernel
+    add(fused, rows, mean, weights, angles)
+    torch.testing.assert_close(fused, plain)
+    assert not torch.equal(plain, x)

@@ -89,6 +89,11 @@ class EvictionMethod(Method):
         return "layer"
 
     @property
+    def oldest_first(self) -> bool:
+        """Whether rows behind the sinks leave in their order, the same in all heads, as scores say."""
+        return False
+
+    @property
     def window_size(self) -> int:
         """How many of the latest queries `score` reads."""
         return 0

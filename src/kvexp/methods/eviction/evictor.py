@@ -8,13 +8,15 @@ the query), and `decode`. Each layer hands itself over right after it attended.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvexp.attention.function import Call
-from kvexp.cache.evicting import EvictingLayer, Window
+from kvexp.cache.evicting import EvictingLayer
+from kvexp.cache.window import Window
 from kvexp.methods.eviction.due import Targets, due
 from kvexp.methods.eviction.meter import Meter
 from kvexp.methods.eviction.scale import Scale
@@ -48,6 +50,8 @@ class MethodEvictor:
         self.compressed: list[list[bool]] = []  # whether it was while decoding, each layer and sequence
         self.waiting: list[tuple[View, torch.Tensor, Targets]] = []  # scores that wait for the other layers
         self.alive: list[bool] | None = None  # sequences that still count; None: all
+        self.dropped = 0  # layers that lost, in this forward, as many rows as it brought, and by `drop`
+        self.level = 0  # tokens of the latest forward, where all layers did
         self.layers: list[EvictingLayer] = []
         self.counters: dict[str, int] = {}
 
@@ -64,10 +68,10 @@ class MethodEvictor:
     def bind(self, cache: KVCache) -> None:
         """Follow `cache` from now on."""
         self.layers = [layer for layer in cache.layers if isinstance(layer, EvictingLayer)]
-        self.cache, self.counters = cache, cache.counters
+        self.counters = cache.counters
         self.scale = Scale(cache.layers)
         for layer in self.layers:
-            layer.evictor = self
+            layer.evictor = weakref.proxy(self)  # the cache has it: no circle, so that rows go at once
         if not self.totals:
             self.totals = [[0] for _ in self.layers]
             self.tokens = [[0] for _ in self.layers]
@@ -116,6 +120,7 @@ class MethodEvictor:
         place = self._places[id(layer)]
         if place == 0:
             self.scale.start(call.query.shape[2])
+            self.dropped = 0
         self._count(place, layer, call)
         if self.rows is not None:
             self._act(place, layer, call)
@@ -123,15 +128,18 @@ class MethodEvictor:
             self._finish()
 
     def _act(self, place: int, layer: EvictingLayer, call: Call) -> None:
-        if self.method.window_size:
+        if self.method.window_size and self._goes_on:
             layer.queries = Window.grown(layer.queries, call, layer.q_slots, self.method.window_size)
         if self.method.observes or self.method.follows:
             self.method.observe(View(layer, call, self, place))
         targets = due(self, place, layer.keys.shape[1])
         if targets is None:
             return
-        view = View(layer, call, self, place)
         layer.own()
+        if self.phase == "decode" and self.method.oldest_first and layer.drops:
+            self._drop(place, layer, targets[0], call.query.shape[2])
+            return
+        view = View(layer, call, self, place)
         method = self.method.during(self.phase)
         scores = method.combine(method.score(view), view)
         if method.scope == "model":
@@ -172,6 +180,33 @@ class MethodEvictor:
             self.compressed[view.index] = [old or act for old, act in zip(done, acts, strict=True)]
         method.evicted(view)
 
+    @property
+    def _goes_on(self) -> bool:
+        """Whether rows may still leave, or the method looks at each forward."""
+        method = self.method.during(self.phase)
+        return self.phase != "decode" or method.interval is not None or method.observes or method.follows
+
+    def _drop(self, place: int, layer: EvictingLayer, target: int, new: int) -> None:
+        """Let the oldest rows behind the sinks go, all but `target` rows in all."""
+        count, before = layer.rows - target, self.totals[place]
+        known = 0 < new <= self.level  # the latest forward, which was weighed, held as much at each moment
+        if not known:
+            self.meter.weigh(self.scale.before(self._indices[place]), prompt=False)
+        layer.drop(self.method.sinks, count)
+        if not known:
+            self.scale.after(self._indices[place])
+        self.meter.scored += 1
+        self.meter.note_storage(False, False)
+        self.dropped += count == new
+        self.compressed[place] = [True] * len(before)
+        self._replace(place, [layer.keys.shape[1] * layer.rows] * len(before))
+
+    def _replace(self, place: int, kept: list[int]) -> None:
+        """Note how many rows each sequence still has in a layer, and count those that left."""
+        gone = sum(self._counted(self.totals[place])) - sum(self._counted(kept))
+        self.totals[place] = kept
+        self.counters["evicted"] = self.counters.get("evicted", 0) + gone
+
     def compress(self, scores: Sequence[torch.Tensor], rows: Sequence[list[list[int]]]) -> None:
         """Keep, between two forwards, `rows[layer][b][h]` rows: the best by each layer's scores [B, H, S]."""
         for place, layer in enumerate(self.layers):
@@ -193,9 +228,7 @@ class MethodEvictor:
             kept = [indices.shape[1] * indices.shape[2]] * len(before)
         else:
             kept = counted.sum((1, 2)).tolist()
-        self.totals[place] = kept
-        gone = sum(self._counted(before)) - sum(self._counted(kept))
-        self.counters["evicted"] = self.counters.get("evicted", 0) + gone
+        self._replace(place, kept)
 
     def _finish(self) -> None:
         """All layers have attended."""
@@ -208,7 +241,11 @@ class MethodEvictor:
                 self._evict(view, score, target, method)
             self.waiting = []
         reading, between_chunks = self.phase != "decode", self.phase == "prefill" and not self.closing
-        self._weigh(reading)
+        tokens = self.layers[-1].new_rows
+        level = tokens if self.dropped == len(self.layers) else 0
+        if not 0 < level <= self.level:
+            self._weigh(reading)
+        self.level = level
         if self.phase != "prefill":
             if self.prompt is None:
                 self.prompt = self.layers[-1].next_position

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -111,13 +112,10 @@ def prepare(model: Any, calibration: Any, reconstruction: bool = False) -> Query
             "query statistics are measured on text, and there is none, or a part without tokens: pass others"
         )
     known = len(segments) - (_held_out(segments) if reconstruction else 0)
-    meter = QueryMeter(model)
-    calibration.run(meter, segments[:known], "measuring queries")
-    meter.save(calibration.folder)
     total = QueryMeter(model)
-    for folder in calibration.shards():
+    for folder in calibration.collect(partial(QueryMeter, model), segments[:known], "measuring queries"):
         total.merge(folder)
-    r = _tested(total, calibration.track(segments[known:], "comparing logits")) if reconstruction else {}
+    r = _tested(total, segments[known:]) if reconstruction else {}
     manifest = {
         "context": calibration.context.key,
         "calibration_segments": len(segments),
@@ -159,8 +157,9 @@ def _tested(total: QueryMeter, texts: Iterable[Any]) -> dict[int, torch.Tensor]:
 class QueryMeter:
     """Sums over the queries of every full-attention layer; called with batches of segments."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, folder: Path | None = None) -> None:
+        """Start empty; `folder` is where the sums go in the end, for other processes."""
+        self.model, self.folder = model, folder
         self.sums: dict[int, MomentSums] = {}
         self._bands: dict[int, Bands] = {}
 
@@ -185,12 +184,15 @@ class QueryMeter:
         """Return the bands of the same layers."""
         return {index: bands(self.model, index) for index in sorted(self.sums)}
 
-    def save(self, folder: Path) -> None:
-        """Write the sums for other processes."""
-        folder.mkdir(parents=True, exist_ok=True)
+    def close(self) -> None:
+        """Write the sums into the folder."""
+        assert self.folder is not None
+        self.folder.mkdir(parents=True, exist_ok=True)
         sums = {index: part.sums for index, part in self.sums.items() if part.sums is not None}
         counts = {f"{index}.count": torch.tensor(part.count) for index, part in self.sums.items()}
-        save_file({name: x.cpu().contiguous() for name, x in (_flat(sums) | counts).items()}, folder / SUMS)
+        save_file(
+            {name: x.cpu().contiguous() for name, x in (_flat(sums) | counts).items()}, self.folder / SUMS
+        )
 
     def merge(self, folder: Path) -> None:
         """Add the sums that another process wrote."""

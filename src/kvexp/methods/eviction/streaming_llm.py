@@ -71,6 +71,11 @@ class StreamingLLM(EvictionMethod):
             )
         return self
 
+    @property
+    def oldest_first(self) -> bool:
+        """Yes, where no prompt is protected; keys of sinks that move are gathered anew."""
+        return self.rope == "original" and not self.protect_prompt
+
     def score(self, view: View) -> Tensor:
         """Return the positions, [B, H, S]: the latest rows are worth most."""
         return view.positions.float()  # exact up to 2^24
@@ -101,9 +106,6 @@ class StreamingLLM(EvictionMethod):
         turn = spectrum.phases(gone).to(turning.device, turning.dtype)
         moved = spectrum.joined(turning * turn[:, None, None], still)
         rows = rows.scatter(2, place, moved.to(rows.dtype))
-        if latent:
-            layer.values = rows
-        else:
-            layer.keys = rows
+        layer.rewrite(**{"values" if latent else "keys": rows})
         view.remember("sinks", first)
         view.remember("gone", gone)

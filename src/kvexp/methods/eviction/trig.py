@@ -24,6 +24,7 @@ import torch
 from kvexp.attention.bands import Bands, wide
 from kvexp.cache.rows import over_heads
 from kvexp.stats.moments import Moments
+from kvexp_kernels.trig_score import Spread
 
 BLOCK = 1024  # rows whose cosines stand in memory at once
 Norm = Literal["weighted", "unweighted", "variance"]
@@ -117,18 +118,31 @@ def norms(keys: torch.Tensor, moments: Moments, bands: Bands, kind: Norm, scale:
     exp(scale q k) over Gaussian queries (to second order over any) that spread evenly within each band and
     independently between bands. Numbers that do not rotate count as bands of one number each.
     """
+    found = spread(moments, bands, kind, scale)
+    if found.squares:
+        return against(keys.square(), found.weights)
+    turning, still = bands.rotated(keys)
+    size = (turning.real.square() + turning.imag.square()).sqrt()  # far faster than a complex abs()
+    sizes = torch.cat([size, still.abs()], dim=-1)  # of cached keys: |c_f| = s |k_f|
+    return against(sizes, found.weights)
+
+
+def spread(moments: Moments, bands: Bands, kind: Norm, scale: float) -> Spread:
+    """Return the weights of `norms`, as the kernel takes them."""
     s = bands.scaling
     if kind == "variance":  # |c_f|^2 needs no band: both numbers of one are squared and get its weight
         weight = 0.25 * scale * s**2 * moments.variance
         vectors = bands.joined(torch.complex(weight, weight), 0.5 * scale * moments.still_variance)
-        return against(keys.square(), vectors if vectors.dim() == 3 else vectors[None])
-    turning, still = bands.rotated(keys)
-    size = (turning.real.square() + turning.imag.square()).sqrt()  # far faster than a complex abs()
-    sizes = torch.cat([size, still.abs()], dim=-1)  # of cached keys: |c_f| = s |k_f|
+        return Spread(_of_sequences(vectors), bands.count, squares=True)
     if kind == "unweighted":
         weights = [s * moments.magnitude, moments.still_magnitude]
     else:
-        spread = moments.magnitude - moments.mean.abs()
-        weights = [s * spread, moments.still_magnitude - moments.still_mean.abs()]
-    vectors = torch.cat(weights, dim=-1)
-    return against(sizes, vectors if vectors.dim() == 3 else vectors[None])
+        around = moments.magnitude - moments.mean.abs()
+        weights = [s * around, moments.still_magnitude - moments.still_mean.abs()]
+    adjacent = bands.after == "adjacent"
+    return Spread(_of_sequences(torch.cat(weights, dim=-1)), bands.count, adjacent, bands.last)
+
+
+def _of_sequences(vectors: torch.Tensor) -> torch.Tensor:
+    """[Hq, n] or [B, Hq, n] -> [1 or B, Hq, n]."""
+    return vectors if vectors.dim() == 3 else vectors[None]

@@ -12,6 +12,8 @@ from kvexp.methods.eviction.adapt import adapted, packed, unpacked
 from kvexp.methods.eviction.normalise import attention_per_query, z_scores
 from kvexp.methods.eviction.selection import over_group
 from kvexp.stats.moments import Moments
+from kvexp_kernels.backend import fused
+from kvexp_kernels.trig_score import trig_score
 
 if TYPE_CHECKING:
     from kvexp.methods.eviction.triattention import TriAttention
@@ -34,10 +36,14 @@ def score(method: TriAttention, view: View) -> torch.Tensor:
     keys = view.keys if view.keys.dtype == torch.float64 else view.keys.float()
     batch, _, rows, _ = keys.shape
     total = keys.new_zeros(batch, moments.mean.shape[-2], rows)
-    if method.trig:
-        total = total + _expected(method, view, keys, moments).to(keys.device, keys.dtype)
-    if method.norm != "none":
-        total = total + trig.norms(keys, moments, bands, method.norm, view.scale)
+    if method.trig and method.norm != "none" and method.form != "cosines" and fused(view.keys):
+        vectors = _centre(method, view, moments).to(keys.dtype)
+        total = trig_score(view.keys, vectors, trig.spread(moments, bands, method.norm, view.scale))
+    else:
+        if method.trig:
+            total = total + _expected(method, view, keys, moments).to(keys.device, keys.dtype)
+        if method.norm != "none":
+            total = total + trig.norms(keys, moments, bands, method.norm, view.scale)
     if method.value_norm:
         sizes = torch.linalg.vector_norm(view.values.to(keys.dtype), dim=-1)
         total = total + over_heads(sizes.clamp(min=SMALLEST).log() / view.scale, total.shape[1])
@@ -45,13 +51,18 @@ def score(method: TriAttention, view: View) -> torch.Tensor:
 
 
 def _expected(method: TriAttention, view: View, keys: torch.Tensor, moments: Moments) -> torch.Tensor:
-    bands, upcoming = view.memory.bands[view.layer.index], view.next_position
-    ahead = trig.offsets(method.offsets, method.max_offset)
     if method.form == "cosines":
-        positions = view.positions
-        return trig.cosines(keys, positions, moments, bands, ahead, upcoming, method.aggregate)
-    gains = trig.gain(bands, ahead, method.gain == "smooth")
-    return trig.against(keys, trig.centre(moments, bands, gains, upcoming))
+        bands, upcoming = view.memory.bands[view.layer.index], view.next_position
+        ahead = trig.offsets(method.offsets, method.max_offset)
+        return trig.cosines(keys, view.positions, moments, bands, ahead, upcoming, method.aggregate)
+    return trig.against(keys, _centre(method, view, moments))
+
+
+def _centre(method: TriAttention, view: View, moments: Moments) -> torch.Tensor:
+    """Return the vectors [B, Hq, D] float64 that keys are scored by."""
+    bands = view.memory.bands[view.layer.index]
+    gains = trig.gain(bands, trig.offsets(method.offsets, method.max_offset), method.gain == "smooth")
+    return trig.centre(moments, bands, gains, view.next_position)
 
 
 def moments_of(method: TriAttention, view: View) -> Moments:

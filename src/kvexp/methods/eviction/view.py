@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvexp.attention.function import Call
-from kvexp.cache.evicting import EvictingLayer, Window
+from kvexp.cache.evicting import EvictingLayer
 from kvexp.cache.rows import expanded, over_heads
+from kvexp.cache.window import Window
 
 if TYPE_CHECKING:
     from kvexp.methods.eviction.evictor import MethodEvictor

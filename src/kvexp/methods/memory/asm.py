@@ -45,16 +45,15 @@ class ASM(Method):
     kmeans, iterations, metric, init, backend: clustering; iterations are Lloyd steps or mini-batch passes.
     final: which assignment the final pass aggregates over, `l2` or `cosine` (the lookup's).
     samples: precision of the collected samples that are spilled to disk (log Z is always float32).
-    chunks: parts of the prefix that are encoded on their own; chunk_merge `mean` pools their samples (paper),
-    `sum` adds the masses.
-    residual, ridge: a linear correction of (a, log Z) by the query's offset from its centroid, and the
-    penalty of its fit.
-    slope: the first-order term of log Z in that offset, from the mean attended key of each entry.
-    entries: numbers are kept in the model's dtype or as `int8` with a scale per vector.
-    lookup: `flat`, or `two_level` with `cells` first-level cells (null: 64 up to K = 4,096, then 128), of
-    which `probe` are searched, or `ivf`, the same by FAISS, which is the fast one for decoding on a CPU;
-    recall=true also searches flat and reports agreement.
-    bos_in_query: put BOS before a query.
+    chunks: parts of the prefix that are encoded on their own, at least: more, each with a share of the
+    traces, where the prefix exceeds what the model was made for; chunk_merge `mean` pools their samples
+    (paper), `sum` adds the masses. residual, ridge: a linear correction of (a, log Z) by the query's offset
+    from its centroid, and the penalty of its fit. slope: the first-order term of log Z in that offset, from
+    the mean attended key of each entry. entries: numbers are kept in the model's dtype or as `int8` with a
+    scale per vector. lookup: `flat`, or `two_level` with `cells` first-level cells (null: 64 up to K =
+    4,096, then 128), of which `probe` are searched, or `ivf`, the same by FAISS, which is the fast one for
+    decoding on a CPU; recall=true also searches flat and reports agreement. bos_in_query: put BOS before a
+    query.
     """
 
     id: ClassVar[str] = "asm"

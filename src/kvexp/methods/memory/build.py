@@ -23,7 +23,7 @@ from kvexp.stats import kmeans, whiten
 from kvexp.stats.ridge import RidgeRegression
 from kvexp.stats.samples import SampleStore
 from kvexp.stats.states import StateAccumulator
-from kvexp_kernels.lookup.reference import quantise_keys
+from kvexp_kernels.lookup import quantise_keys
 
 BLOCK_BYTES = 16 << 20  # size of a block of queries
 IN_MEMORY_BYTES = 192 << 20  # queries are read once, and not at each pass, up to this size: a fixed bound

@@ -4,13 +4,16 @@ The prefix is encoded once. Traces run as queries on forks of it; in every full-
 sees, before the merge, the state (a, s) over the prefix, and writes it with the key-space query to a store.
 With several chunks (`chunks` > 1) the traces run over each chunk: `mean` pools the samples of all chunks (the
 paper's text), `sum` merges the states that the same token has over the chunks, and averages its queries.
+Where a context has to be parted because the model was made for fewer tokens, `mean` runs each trace over one
+part, so that there are as many passes as traces, which is how the paper counts them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property
-from itertools import pairwise
+import logging
+import zlib
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -18,13 +21,46 @@ import torch
 from kvexp.attention import families
 from kvexp.attention.function import Call
 from kvexp.attention.rope import rotate
-from kvexp.cache.dense import DenseLayer, State
+from kvexp.cache.dense import DenseLayer
 from kvexp.cache.kv_cache import KVCache, empty_cache, prefill
 from kvexp.cache.shared import SharedRows
+from kvexp.cache.source import State
 from kvexp.errors import UserError
 from kvexp.methods.memory.lookup import key_space
 from kvexp.stats.samples import SampleStore
-from kvexp_kernels.merge_states.reference import merge_many
+from kvexp_kernels.merge_states import merge_many
+
+log = logging.getLogger(__name__)
+QUERY_SHARE = 4  # a parted context leaves one part in so many of the model's context to queries and answers
+
+
+def parts_needed(method: Any, model: Any, context: Any, longest: int) -> int:
+    """Return in how many parts a context is encoded: `method.chunks`, or more where the model demands it.
+
+    A part and the `longest` trace behind it fit into the context that the model was made for. Raises
+    UserError where no whole chunks of the context do.
+    """
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    tokens = len(getattr(context, "ids", context))
+    if limit is None or tokens + longest <= limit or _largest(context, method.chunks) + longest <= limit:
+        return method.chunks
+    room = limit - max(longest, limit // QUERY_SHARE)
+    for count in range(method.chunks + 1, len(getattr(context, "chunks", ())) + 1):
+        if (largest := _largest(context, count)) <= room:
+            log.warning(
+                "the context of %d tokens exceeds the %d that this model was made for: its memory is built in"
+                " %d parts of at most %d tokens",
+                tokens, limit, count, largest,
+            )  # fmt: skip
+            return count
+    raise UserError(
+        f"the context of {tokens} tokens exceeds the {limit} that this model was made for, and its chunks"
+        " cannot be parted further: take a model with a longer context"
+    )
+
+
+def _largest(context: Any, count: int) -> int:
+    return max(map(len, _parts(context, count)))
 
 
 def encode_chunks(
@@ -57,11 +93,21 @@ def _parts(context: Any, count: int) -> list[list[int]]:
             f"use method.chunks={max(1, len(chunks))} or less"
         )
     else:
-        bounds = [round(i * len(chunks) / count) for i in range(count + 1)]
+        bounds = _bounds([len(chunk) for chunk in chunks], count)
         parts = [[*context.header, *(t for chunk in chunks[a:b] for t in chunk)] for a, b in pairwise(bounds)]
     if not all(parts):
         raise UserError("an empty context leaves nothing to remember: give it a header or a demonstration")
     return parts
+
+
+def _bounds(lengths: Sequence[int], count: int) -> list[int]:
+    """Return where each of `count` runs of chunks begins and ends: about as many tokens each."""
+    ends, bounds = [0, *accumulate(lengths)], [0]
+    for number in range(1, count):
+        wanted = number * ends[-1] / count
+        nearest = min(range(len(ends)), key=lambda place: abs(ends[place] - wanted))
+        bounds.append(min(max(nearest, bounds[-1] + 1), len(lengths) - (count - number)))
+    return [*bounds, len(lengths)]
 
 
 def forward(model: Any, cache: KVCache, traces: Sequence[Sequence[int]]) -> None:
@@ -86,30 +132,35 @@ def _padded(traces: Sequence[Sequence[int]], device: torch.device) -> tuple[torc
 class Collector:
     """Turns batches of traces into samples of every full-attention layer."""
 
-    def __init__(
-        self, method: Any, model: Any, caches: list[KVCache], create: Callable[[], SampleStore]
-    ) -> None:
-        self.method, self.model, self.caches, self._create = method, model, caches, create
+    def __init__(self, method: Any, model: Any, caches: list[KVCache], store: SampleStore) -> None:
+        self.method, self.model, self.caches, self.store = method, model, caches, store
         self.sums = method.chunk_merge == "sum" and len(caches) > 1
+        self.shares = len(caches) > method.chunks and not self.sums  # each trace over one part
         self.found: dict[int, list[dict[str, torch.Tensor]]] = {}  # by layer, a sample for each chunk to sum
         self.real = torch.empty(0, dtype=torch.bool)  # [B, T], which tokens of the batch at work are no pads
 
-    @cached_property
-    def store(self) -> SampleStore:
-        """Where this rank's samples go; made at its first batch: then all ranks are up, leftovers gone."""
-        return self._create()
+    def close(self) -> None:
+        """Finish the store."""
+        self.store.close()
 
     def __call__(self, traces: Sequence[Sequence[int]]) -> None:
         """Collect one batch."""
-        _, self.real = _padded(traces, self.model.get_input_embeddings().weight.device)
         with self.method.attach(self.model):
-            for cache in self.caches:
+            for number, cache in enumerate(self.caches):
+                some = [trace for trace in traces if not self.shares or self._place(trace) == number]
+                if not some:
+                    continue
+                _, self.real = _padded(some, self.model.get_input_embeddings().weight.device)
                 fork = cache.fork()
                 fork.observe(self.observe)
-                forward(self.model, fork, traces)
+                forward(self.model, fork, some)
         for index, states in self.found.items():
             self.store.append(index, **_summed(states))
         self.found.clear()
+
+    def _place(self, trace: Sequence[int]) -> int:
+        """The part that a trace runs over: it depends on its tokens alone, not on batches or ranks."""
+        return zlib.crc32(repr(tuple(trace)).encode()) % len(self.caches)
 
     def observe(self, layer: DenseLayer, call: Call, before: list[State], local: State) -> None:
         """Take one layer's queries and prefix states [B, H, T, ...] as samples [n, H, ...] of real tokens."""

@@ -11,9 +11,7 @@ from kvexp.attention.function import Call
 from kvexp.attention.rope import rotate
 from kvexp.errors import UserError
 from kvexp.methods.memory.states import LayerMemory
-from kvexp_kernels.lookup.lists import InvertedLists
-from kvexp_kernels.lookup.reference import lookup_flat
-from kvexp_kernels.lookup.two_level import TwoLevelIndex
+from kvexp_kernels.lookup import InvertedLists, TwoLevelIndex, lookup_flat
 
 TIE = 1e-6  # difference of cosines that float32 cannot tell
 MAX_SHIFT = 3.0  # largest correction of log Z, in nats: beyond it a linear map extrapolates

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from kvexp.cache.kv_cache import KVCache, row_bytes
 from kvexp.cache.virtual import Virtual
 from kvexp.errors import UserError
 from kvexp.methods.memory.build import LayerBuilder, stored
-from kvexp.methods.memory.collect import Collector, encode_chunks
+from kvexp.methods.memory.collect import Collector, encode_chunks, parts_needed
 from kvexp.methods.memory.grouping import Grouping
 from kvexp.methods.memory.lookup import LayerLookup
 from kvexp.methods.memory.states import LayerMemory, StateMemory, refuse_mismatch
@@ -47,7 +47,11 @@ def prepare(method: Any, model: Any, calibration: Any, budget: Any) -> StateMemo
         )
     q_heads, kv_heads, d, dv = dims(model)
     grouping = Grouping.of(method.layout, q_heads, kv_heads, method.heads_per_entry)
-    tokens = sum(len(t) for t in calibration.traces) * (method.chunks if method.chunk_merge == "mean" else 1)
+    longest = max(map(len, calibration.traces))
+    count = parts_needed(method, model, calibration.context, longest)
+    tokens = sum(len(t) for t in calibration.traces)
+    if method.chunk_merge == "mean" and count == method.chunks:  # every trace runs over every chunk
+        tokens *= count
     k = grouping.entries(budget.limit(1 << 40), method.match, d, dv, row_numbers(model))
     k = min(k, tokens * grouping.samples)
     if tokens < FEW_TOKENS * k:
@@ -55,15 +59,19 @@ def prepare(method: Any, model: Any, calibration: Any, budget: Any) -> StateMemo
             "%d trace tokens for %d entries is %.1f each, below %d: raise calibration.n or lower the budget",
             tokens, k, tokens / k, FEW_TOKENS,
         )  # fmt: skip
-    caches = encode_chunks(method, model, calibration.context)
+    caches = encode_chunks(method, model, calibration.context, count)
     store = collected(method, model, caches, calibration)
-    layers = {}
-    for layer in calibration.track(store.layers, "clustering layers", len(store.layers)):
+
+    def build(layer: int) -> dict[str, torch.Tensor]:
         built = LayerBuilder(method, store, layer, grouping, k, calibration.seed, model.device).build()
-        layers[layer] = stored(built, model.dtype, method.entries == "int8")
+        return stored(built, model.dtype, method.entries == "int8").tensors
+
+    made = calibration.spread(store.layers, build, "clustering layers")
+    layers = {layer: LayerMemory(grouping, tensors) for layer, tensors in made.items()}
     manifest = {
         "context": calibration.context.key,
         "seen": caches[-1].seen,
+        "parts": count,
         "trace_tokens": tokens,
         **identity(method, model),
         **_described(layers, row_numbers(model)),
@@ -111,20 +119,18 @@ def row_numbers(model: Any) -> int:
 
 
 def collected(method: Any, model: Any, caches: list[KVCache], calibration: Any) -> SampleStore:
-    """Return the samples of the calibration's traces over encoded chunks, collected unless they were kept."""
-    if calibration.collected:
-        return SampleStore.merge(calibration.shards())
+    """Return the samples of the calibration's traces over encoded chunks."""
     q_heads, _, d, dv = dims(model)
     layers = [i for i, layer in enumerate(caches[-1].layers) if layer.window is None]
     fields = {"q": (q_heads, d), "a": (q_heads, dv), "s": (q_heads,)}
     if method.slope:
         fields["slope"] = (q_heads, d)
     dtype = torch.float64 if model.dtype == torch.float64 else getattr(torch, method.samples)
-    create = partial(SampleStore.create, calibration.folder, layers, fields, dtype)
-    collector = Collector(method, model, caches, create)
-    calibration.run(collector, calibration.traces, "collecting states")
-    collector.store.close()
-    return SampleStore.merge(calibration.shards())
+
+    def start(folder: Path) -> Collector:
+        return Collector(method, model, caches, SampleStore.create(folder, layers, fields, dtype))
+
+    return SampleStore.merge(calibration.collect(start, calibration.traces, "collecting states"))
 
 
 def window_rows(cache: KVCache) -> dict[int, dict[str, torch.Tensor]]:

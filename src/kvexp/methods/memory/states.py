@@ -91,7 +91,7 @@ class StateMemory:
         }
         flat |= {f"rows.{i}.{k}": t.contiguous() for i, rows in self.rows.items() for k, t in rows.items()}
         groupings = {str(i): vars(m.grouping) for i, m in self.layers.items()}
-        temporary = folder / f".memory.{os.getpid()}"
+        temporary = folder / f".memory.{os.getpid()}.tmp"
         save_file(flat, temporary)
         sha256 = _sha256(temporary)
         os.replace(temporary, folder / TENSORS)

@@ -19,7 +19,7 @@ from kvexp.methods.memory.prepare import collected, refuse_other, window_rows
 from kvexp.methods.memory.states import LayerMemory, StateMemory
 from kvexp.stats import kmeans
 from kvexp.stats.states import StateAccumulator, States
-from kvexp_kernels.merge_states.reference import merge_states
+from kvexp_kernels.merge_states import merge_states
 
 
 def update(method: Any, model: Any, memory: StateMemory, calibration: Any, context: Any) -> StateMemory:

@@ -13,6 +13,8 @@ import torch
 from kvexp.attention.rerotate import Angles
 from kvexp.methods.reuse.patched import RowSet
 from kvexp.methods.reuse.probes import wide
+from kvexp_kernels.backend import fused
+from kvexp_kernels.shift_correct import Shift, shift_correct
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Places:
     straight: torch.Tensor | None = None
     across: torch.Tensor | None = None
     angles: Angles | None = None
+    weights: torch.Tensor | None = None  # [B, 1 or H, c, 1] of the mean, which the other two contain
 
     @classmethod
     def of(cls, rows: RowSet, x: torch.Tensor, weights: torch.Tensor | None, angles: Angles | None) -> Places:
@@ -90,11 +93,14 @@ class Places:
             # Of full width, so that columns and the numbers of a row are one long axis.
             straight = weights.repeat_interleave(x.shape[-1], -1) if straight is None else straight * weights
             across = None if across is None else across * weights
-        return cls(columns, units, straight, across, angles)
+        return cls(columns, units, straight, across, angles, weights)
 
     def add(self, x: torch.Tensor, mean: torch.Tensor) -> None:
         """Add means [U, H, D] to the rows of their units in x [B, H, C, D], in float32 at least."""
         view = x[:, :, self.columns]
+        if fused(x, mean):
+            shift_correct(view, self.kernel_shift(view, mean), out=view)
+            return
         total, mean = wide(view), mean.to(x.device)
         if self.straight is None:
             total += self._of_columns(mean, len(x))
@@ -104,6 +110,13 @@ class Places:
             total.addcmul_(self._of_columns(self.angles.quarter(mean), len(x)), self.across)
         if total is not view:
             view.copy_(total)
+
+    def kernel_shift(self, view: torch.Tensor, mean: torch.Tensor) -> Shift:
+        """Return what is added to rows `view` [B, H, c, D] as the kernel takes it."""
+        units = self.units.view(len(view), -1)
+        units = units.masked_fill(units == len(mean), -1)
+        weights = None if self.weights is None else self.weights[..., 0].expand(view.shape[:3])
+        return Shift(mean, units, weights, None if self.angles is None else self.angles.kernel_turn())
 
     def _of_columns(self, mean: torch.Tensor, batch: int) -> torch.Tensor:
         """The mean of each column's unit, zero where there is none, [B, H, c, D]."""

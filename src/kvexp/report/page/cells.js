@@ -1,0 +1,98 @@
+const COST_COLUMNS = [
+  ["peak_rows", "peak rows"], ["kv_tokens", "KV-token equiv."], ["mib", "MiB"], ["encode_s", "encode s"], ["token_ms", "ms / token"],
+];
+const text = (name, title, more = {}) => ({ name, title, left: true, value: (row) => row[name], show: (row) => row[name] ?? "", ...more });
+
+function budgetColumn() {
+  const value = (row) => (row.budget === "full" ? Infinity : Number(row.budget));
+  return { name: "budget", title: "budget", value, show: (row) => (row.budget === "full" ? "–" : amount(Number(row.budget))) };
+}
+
+function resultTable(group) {
+  const shape = shapes(group), shown = group.metrics.slice(0, 4);
+  const method = { name: "label", title: "method", left: true, wide: true, value: (row) => row.label, show: (row) => {
+    const name = el("span", { class: "named" }, mark(row.method, shape[row.label]), opener(row.cells[0], row.label));
+    if (row.failed.length) name.append(el("span", { class: "tag bad", title: row.failed.join("\n") }, `${row.failed.length} failed`));
+    return name;
+  } };
+  const scores = shown.map((name) => ({ name, title: words(name), value: (row) => row.metrics[name]?.value ?? null, show: (row) => withErrors(row.metrics[name]) }));
+  const costs = COST_COLUMNS.map(([name, title]) => ({ name, title, value: (row) => row.cost[name], show: (row) => amount(row.cost[name]) }));
+  const seeds = group.seeds.length > 1 ? [{ name: "seeds", title: "seeds", value: (row) => row.seeds.length, show: (row) => row.seeds.length }] : [];
+  const found = table([method, budgetColumn(), ...seeds, ...scores, ...costs], group.rows, { caption: "Results" });
+  const note = `± is the standard error over items${group.seeds.length > 1 ? ", then that over seeds" : ""}. A name opens its first run.`;
+  return el("div", {}, found.whole, el("p", { class: "soft small" }, note));
+}
+
+function differenceTable(group, state) {
+  const rows = group.differences.filter((row) => row.metric === state.metric);
+  if (!rows.length) return null;
+  const p = (value) => (value < 0.001 ? "< 0.001" : number(value));
+  const verdicts = { better: ["good", "better"], worse: ["bad", "worse"], "not shown": ["soft", "not shown"] };
+  const columns = [
+    text("label", "method", { wide: true }), budgetColumn(),
+    { name: "items", title: "items", value: (row) => row.items, show: (row) => amount(row.items) },
+    { name: "value", title: "difference", value: (row) => row.value, show: (row) => withErrors(row) },
+    { name: "low", title: "95 % interval", value: (row) => row.low, show: (row) => `${number(row.low)} to ${number(row.high)}` },
+    { name: "wins", title: "wins / losses", value: (row) => row.wins - row.losses, show: (row) => `${row.wins} / ${row.losses}` },
+    { name: "holm", title: "p (Holm)", value: (row) => row.holm, show: (row) => p(row.holm) },
+    { name: "verdict", title: "against full", left: true, value: (row) => row.verdict, show: (row) => el("span", { class: verdicts[row.verdict][0] }, verdicts[row.verdict][1]) },
+  ];
+  const note = "Each row minus full on the same items. p is exact and two-sided, of wins against losses, after Holm's correction over all rows of this score. A difference is called better or worse only where it is below 5\u00a0% and the interval leaves out 0.";
+  return [el("h2", {}, `Differences to full in ${words(state.metric)}`), table(columns, rows, { caption: "Differences to full" }).whole, el("p", { class: "soft small" }, note)];
+}
+
+function calibrationTable(group) {
+  if (!group.calibration.length) return null;
+  const skip = new Set(["label", "method", "budget", "cell", "seed"]);
+  const keys = [...new Set(group.calibration.flatMap((row) => Object.keys(row)))].filter((key) => !skip.has(key));
+  const columns = [text("label", "method", { wide: true, show: (row) => opener(row.cell, row.label) }), budgetColumn(), { name: "seed", title: "seed", value: (row) => row.seed, show: (row) => row.seed }];
+  columns.push(...keys.map((name) => ({ name, title: words(name), value: (row) => row[name], show: (row) => amount(row[name]) })));
+  return [el("h2", {}, "Calibration"), table(columns, group.calibration, { caption: "Calibration" }).whole];
+}
+
+function paperTable(group) {
+  if (!group.papers.length) return null;
+  const columns = [
+    text("paper", "paper", { show: (row) => el("span", { class: "paper", title: row.source ?? null }, [row.paper, row.table].filter(Boolean).join(", ")) }),
+    text("model", "model"), text("method", "method"), { ...budgetColumn(), show: (row) => row.budget ?? "–" }, text("metric", "score", { show: (row) => words(row.metric) }),
+    { name: "value", title: "paper", value: (row) => row.value, show: (row) => el("span", { class: "paper" }, String(row.value)) },
+    { name: "ours", title: "ours", value: (row) => row.ours?.value ?? null, show: (row) => withErrors(row.ours) },
+    { name: "n", title: "our items", value: (row) => row.ours?.n ?? null, show: (row) => amount(row.ours?.n) },
+    text("setting", "setting", { wide: true }), text("note", "note", { wide: true }),
+  ];
+  const note = "Papers' numbers are of their models and settings; ours are of the model above, where a row has the same method and budget.";
+  return [el("h2", {}, "What papers report"), table(columns, group.papers, { caption: "What papers report" }).whole, el("p", { class: "soft small" }, note)];
+}
+
+function showCells(place) {
+  const status = (row) => el("span", { class: row.status === "complete" ? "soft" : "tag bad" }, row.status);
+  const plain = (name, title, show = (row) => amount(row[name])) => ({ name, title, value: (row) => row[name], show });
+  const columns = [
+    text("cell", "cell", { show: (row) => opener(row.cell, row.cell) }), text("task", "task"), text("model", "model"), text("label", "method", { wide: true }), budgetColumn(),
+    plain("seed", "seed", (row) => row.seed), text("status", "status", { show: status }), text("metric", "score", { show: (row) => (row.metric ? words(row.metric) : "") }),
+    { name: "value", title: "value", value: (row) => row.value, show: (row) => withErrors(row.value === null ? null : row) },
+    plain("n", "items"), ...COST_COLUMNS.map(([name, title]) => plain(name, title)), plain("total_s", "total s"), text("setting", "setting"),
+  ];
+  const found = table(columns, DATA.cells, { caption: "All cells", empty: "No cell matches." });
+  const count = el("span", { class: "soft", role: "status", id: "count" });
+  const search = el("input", { type: "search", id: "search", placeholder: "Filter: words, all of which match", size: 28, "aria-label": "Filter the cells", "aria-keyshortcuts": "/" });
+  const selects = ["task", "model", "method", "status"].map((name) => {
+    const values = [...new Set(DATA.cells.map((cell) => cell[name]))].sort();
+    const all = `any ${name}`, select = el("select", { "aria-label": name, id: `filter-${name}` }, el("option", { value: "" }, all), ...values.map((value) => el("option", { value }, value)));
+    select.field = name;
+    return select;
+  });
+  const apply = () => {
+    const wanted = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const rows = DATA.cells.filter((cell) => selects.every((s) => !s.value || cell[s.field] === s.value) && wanted.every((word) => cell.words.includes(word)));
+    found.set(rows);
+    count.textContent = rows.length === DATA.cells.length ? plural(rows.length, "cell") : `${amount(rows.length)} of ${plural(DATA.cells.length, "cell")}`;
+  };
+  for (const cell of DATA.cells) cell.words = [cell.cell, cell.task, cell.model, cell.label, cell.budget, cell.status, cell.setting, `seed=${cell.seed}`, cell.error ?? ""].join(" ").toLowerCase();
+  for (const control of [search, ...selects]) control.addEventListener("input", apply);
+  apply();
+  place.replaceChildren(el("h1", {}, "Cells"), el("div", { class: "controls" }, search, ...selects, count), found.whole);
+  cellOrder = found.order;
+}
+
+let cellOrder = () => DATA.cells;
