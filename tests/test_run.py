@@ -130,12 +130,24 @@ def test_a_context_beyond_the_model_is_said(
 ) -> None:
     settings = cell(tmp_path, "method=full", "limit=4")
     loaded = run_module.model.load_once(settings.model)
-    for limit, told in ((400, True), (4000, False)):
+
+    def limited(limit: int, *words: str) -> None:
         small = dataclasses.replace(loaded, context_limit=limit)
-        monkeypatch.setattr(run_module.model, "load_once", lambda spec, small=small, **more: small)
+        monkeypatch.setattr(run_module.model, "load_once", lambda spec, **more: small)
         caplog.clear()
-        run(cell(tmp_path / str(limit), "method=full", "limit=4"))
+        run(cell(tmp_path / str(limit), *words, "limit=4"))
+
+    for limit, told in ((650, True), (4000, False)):  # a context of 645 tokens, and queries behind it
+        limited(limit, "method=full")
         assert ("that this model was made for: lower task.context_tokens" in caplog.text) == told
+    with pytest.raises(
+        UserError, match="a context of 645 tokens exceeds the 400 that this model was made for"
+    ):
+        limited(400, "method=full")
+    endless = ("method=streaming_llm", "budget=64", "method.rope=in_cache", "method.prefill=chunks")
+    limited(400, *endless)  # no distance exceeds 64 tokens
+    with pytest.raises(UserError, match="exceeds the 400"):
+        limited(400, *endless[:3])
 
 
 class Lazy(Full):

@@ -22,7 +22,7 @@ def held_tokens(session: Any, context: Context) -> int:
     if session.memory is not None and hasattr(session.memory, "seen"):  # built in parts, where it had to be
         return int(session.memory.seen)
     read, limit = len(session.method.select(context, session.budget)), session.loaded.context_limit
-    if limit is not None and read > limit:
+    if limit is not None and read > limit and not session.method.endless:
         raise UserError(
             f"a context of {read} tokens exceeds the {limit} that this model was made for: take method=asm,"
             " which reads it in parts (for tasks with one context), method=truncate, a shorter context, or a"

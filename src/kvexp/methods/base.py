@@ -89,6 +89,9 @@ class Method:
     exact: ClassVar[bool] = True  # whether it equals full attention when the budget holds everything
     needs_query: ClassVar[bool] = False  # `encode` takes what will be asked, `query`, and works for it alone
     needs_units: ClassVar[bool] = False  # serves only tasks whose contexts are made of several units of text
+    endless: ClassVar[bool] = (
+        False  # may read more than the model was made for: no distance grows with the text
+    )
     uses_budget: ClassVar[bool] = True  # else every budget is the same cell, `full`
     expects: ClassVar[
         tuple[str, ...]

@@ -72,6 +72,11 @@ class StreamingLLM(EvictionMethod):
         return self
 
     @property
+    def endless(self) -> bool:  # type: ignore[override]
+        """Yes, with places in the cache and a prompt that is read in chunks."""
+        return self.rope == "in_cache" and self.prefill == "chunks"
+
+    @property
     def oldest_first(self) -> bool:
         """Yes, where no prompt is protected; keys of sinks that move are gathered anew."""
         return self.rope == "original" and not self.protect_prompt
