@@ -45,6 +45,12 @@ FILES: dict[str, tuple[str, str | bytes, list[str], str]] = {
         ["method=bad"],
         "is no method",
     ),
+    "planned": (
+        "task/bad.yaml",
+        "# x\nname: bad\nplanned: true\nwhy: no data\n",
+        ["task=bad"],
+        "cannot run yet: no data",
+    ),
     "a method as task": ("task/bad.yaml", f"# x\n_target_: {FULL}\n", ["task=bad"], "is no task"),
     "an unknown knob": ("method/bad.yaml", f"# x\n_target_: {TRUNCATE}\nkeap: x\n", ["method=bad"], "'keep'"),
     "a wrong knob": ("method/bad.yaml", f"# x\n_target_: {TRUNCATE}\nkeep: 3\n", ["method=bad"], "one of"),
