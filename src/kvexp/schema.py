@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 SPLITS = ("test", "validation")
 DATA_VARIABLE = "KVEXP_DATA_DIR"
 _AS_WRITTEN = ("seed", "split", "limit", "fidelity", "batch_size", "resume", "fail_fast", "objective")
+_ALONE = ("hydra.mode=RUN", "hydra.sweeper.params=null")
 Spec = TypeVar("Spec")
 GROUPS = ("model", "method", "task", "calibration", "trainer", "logger")
 
@@ -313,7 +314,9 @@ def _command(hydra: DictConfig) -> str:
 def _alone(hydra: DictConfig) -> list[str]:
     """Return what makes one cell of a grid that comes from a file a run of its own."""
     chosen = hydra.runtime.choices
+    if said := [word for word in hydra.overrides.hydra if word in _ALONE]:
+        return said
     from_file = any(chosen.get(group) for group in ("experiment", "sweep"))
     if not from_file or str(hydra.mode).rpartition(".")[2] != "MULTIRUN":
         return []
-    return ["hydra.sweeper.params=null"] if chosen.get("cluster") else ["hydra.mode=RUN"]
+    return [_ALONE[1] if chosen.get("cluster") else _ALONE[0]]
