@@ -39,6 +39,7 @@ WRONG = [
     (["data_dir=/no/such/folder"], "is not a folder"),
     (["model=hf"], "needs model.id"),
     (["method=asm", "task=lm_eval", "task.name=x"], "one context for all queries"),
+    (["method=asm", "budget=4096", "task=nba", "task.levels=[3]"], "set task.levels=[0,1,2]"),
     (["method=prophetkv", "task=intents"], "chooses by the question before it is asked"),
     (["method=full,asm"], "add -m to run a grid"),
     (["-m", "method=full,amm"], "did you mean 'asm'?"),
@@ -137,11 +138,17 @@ def test_every_wrong_line_is_one_sentence_and_torch_stays_out(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("words", [["method=amm"], ["budget=0"]])
+@pytest.mark.parametrize("words", [["method=amm"], ["budget=0"], ["method=asm", "task=locomo"]])
 def test_wrong_lines_as_real_processes(words: list[str], tmp_path: Path) -> None:
     done = process(words, tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("kvexp: ")
+
+
+def test_a_configuration_says_where_its_data_come_from(tmp_path: Path) -> None:
+    done = process(["method=asm", "budget=4096", "task=nba", "--cfg", "job", "--resolve"], tmp_path)
+    assert done.returncode == 0 and done.stderr == ""
+    assert "budget: 4096" in done.stdout and "source: gh://SkyRiver-2000/RuleArena" in done.stdout
 
 
 def test_help_lists_groups_choices_and_keys(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_every_choice_composes(path: Path) -> None:
         assert settings.choices[path.parent.name].startswith(path.stem)
 
 
-@pytest.mark.parametrize("path", sorted((CONF / "experiment").rglob("*.yaml")), ids=_name)
+@pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("*.yaml")), ids=_name)
 def test_every_experiment_composes(path: Path) -> None:
     name = path.relative_to(CONF / "experiment").with_suffix("")
     assert settings_of([f"experiment={name}"])

@@ -56,6 +56,7 @@ def test_the_command_of_a_cell_runs_that_cell_alone() -> None:
     grids = [["experiment=intents_grid", "limit=3"]]
     if find_spec("submitit"):
         grids.append(["experiment=intents_grid", "limit=3", "cluster=slurm_array"])
+        grids.append(["experiment=asm/fig5_small", "cluster=slurm_array"])
     for words in grids:
         cell = settings_of(words)[1]
         (alone,) = settings_of(shlex.split(cell.command)[3:])

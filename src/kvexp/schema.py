@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 SPLITS = ("test", "validation")
 DATA_VARIABLE = "KVEXP_DATA_DIR"
 _AS_WRITTEN = ("seed", "split", "limit", "fidelity", "batch_size", "resume", "fail_fast", "objective")
-_ALONE = ("hydra.mode=RUN", "hydra.sweeper.params=null")
+_NO_GRID = {"params": "null", "grid": "[]"}  # of a sweeper, for a launcher that takes a grid of one cell
+_ALONE = ("hydra.mode=RUN", *(f"hydra.sweeper.{key}={none}" for key, none in _NO_GRID.items()))
 Spec = TypeVar("Spec")
 GROUPS = ("model", "method", "task", "calibration", "trainer", "logger")
 
@@ -319,4 +320,6 @@ def _alone(hydra: DictConfig) -> list[str]:
     from_file = any(chosen.get(group) for group in ("experiment", "sweep"))
     if not from_file or str(hydra.mode).rpartition(".")[2] != "MULTIRUN":
         return []
-    return [_ALONE[1] if chosen.get("cluster") else _ALONE[0]]
+    if not chosen.get("cluster"):
+        return ["hydra.mode=RUN"]
+    return [f"hydra.sweeper.{key}={none}" for key, none in _NO_GRID.items() if key in hydra.sweeper]
