@@ -119,11 +119,21 @@ def test_an_array_with_a_cell_that_fails_and_one_that_is_preempted(slurm, enviro
     assert samples_of(cell) == samples_of(alone)
 
 
-def test_a_killed_job_is_noticed(slurm, environment, tmp_path) -> None:
+def test_a_job_goes_on_after_a_time_out_and_a_killed_one_is_noticed(slurm, environment, tmp_path) -> None:
     grid = f"{TINY} method=truncate batch_size=1 budget=250 limit=150"
     cells = cells_of(grid, tmp_path)
-    driver = Driver(f"-m cluster=slurm_array {JOBS} {grid}", slurm_environment(slurm, environment), tmp_path)
-    job, _, _ = driver.until(lambda: busy(slurm, cells), "a cell with samples")
+    # Of a job of less than ten minutes, submitit takes every warning for a time-out.
+    words = f"-m cluster=slurm_array {JOBS} hydra.launcher.timeout_min=9 {grid}"
+    driver = Driver(words, slurm_environment(slurm, environment), tmp_path)
+    job, _, cell = driver.until(lambda: busy(slurm, cells), "a cell with samples")
+    slurm.run("scancel", "--signal=USR2", job)
+    driver.until(lambda: "Restarts=1" in slurm.run("scontrol", "show", "job", job), "the job queued again")
+    driver.until(lambda: released(slurm, job), "the job started again")
+    before = samples(cell)
+    assert before >= 3 and not (cell.run_dir / "record.json").exists()
+    driver.until(lambda: samples(cell) > before, "more samples")
+    (log,) = (tmp_path / "out/.submitit").rglob("*_0_log.err")
+    assert "this job is timed-out" in log.read_text()
     slurm.run("scancel", "--signal=KILL", "--full", job)
     code, said = driver.wait()
     assert code == 1 and "ended without a result" in said, said
