@@ -265,7 +265,10 @@ def test_fail_fast_stops_a_grid(tmp_path: Path) -> None:
 
 def test_a_good_grid_and_one_from_a_file(tmp_path: Path) -> None:
     lines = [["-m", "method=truncate", "budget=512,1k,20%,1024"], ["experiment=intents_grid", "seed=1"]]
-    plain, experiment = in_one_process("stub", lines, tmp_path)
+    lines.append(["-m", "method=snapkv,rkv", "method.interval=64", "limit=2"])
+    plain, experiment, knob = in_one_process("stub", lines, tmp_path)
+    assert knob["code"] == 0 and [cell["method"] for cell in knob["cells"]] == ["snapkv", "rkv"]
+    assert all("method.interval=64 limit=2" in cell["command"] for cell in knob["cells"])
     assert [cell["budget"] for cell in plain["cells"]] == ["512", "1024", "819", "1024"]
     assert plain["code"] == 0 and len(plain["grids"][0]) == 3  # 1k and 1024 are one cell
     assert [cell["method"] for cell in experiment["cells"]] == ["no_context", "truncate", "asm", "full"]

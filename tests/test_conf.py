@@ -98,7 +98,7 @@ def test_calibration_and_loggers_agree_with_their_dataclass() -> None:
         same = set(node) - {"name", "batch_size", "source"}
         assert {key: node[key] for key in same} == {key: defaults[key] for key in same}
     assert _load(CONF / "logger/auto.yaml") == dataclasses.asdict(LoggerSpec())
-    for name in ("none", "csv", "wandb"):
+    for name in ("none", "csv", "wandb", "trackio", "mlflow", "tensorboard"):
         node = _load(CONF / f"logger/{name}.yaml")
         assert LoggerSpec(**node).name == name
 
