@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,8 @@ from kvexp.tasks.base import TaskSet, Trace
 from kvexp.tasks.evaluate import LabelEvaluation
 from kvexp.tasks.session import Session
 from kvexp.tasks.texts import load_texts
+
+log = logging.getLogger(__name__)
 
 
 def draw_traces(
@@ -109,7 +113,10 @@ def prepare(
 
         with store.samples({**source, **method.sample_knobs()}, keep_samples) as samples:
             runner = Runner(context, traces, samples, make_trainer, batch_size, seed, work, crew)
-            return method.prepare(loaded.model, runner, budget)
+            begun = time.perf_counter()
+            memory = method.prepare(loaded.model, runner, budget)
+            log.info("calibrated in %.2f s (processes: %d)", time.perf_counter() - begun, crew.world)
+            return memory
 
     memory, folder, built = store.get(name, facts, memory_class.load, build)
     return memory.to(loaded.device), folder, built

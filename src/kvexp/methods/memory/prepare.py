@@ -115,17 +115,24 @@ def row_numbers(model: Any) -> int:
 
 def collected(method: Any, model: Any, caches: list[KVCache], calibration: Any) -> SampleStore:
     """Return the samples of the calibration's traces over encoded chunks."""
-    q_heads, _, d, dv = dims(model)
-    layers = [i for i, layer in enumerate(caches[-1].layers) if layer.window is None]
-    fields = {"q": (q_heads, d), "a": (q_heads, dv), "s": (q_heads,)}
-    if method.slope:
-        fields["slope"] = (q_heads, d)
-    dtype = torch.float64 if model.dtype == torch.float64 else getattr(torch, method.samples)
+    layers, shapes, dtype = fields(method, model, caches[-1])
 
     def start(folder: Path) -> Collector:
-        return Collector(method, model, caches, SampleStore.create(folder, layers, fields, dtype))
+        return Collector(method, model, caches, SampleStore.create(folder, layers, shapes, dtype))
 
     return SampleStore.merge(calibration.collect(start, calibration.traces, "collecting states"))
+
+
+def fields(
+    method: Any, model: Any, cache: KVCache
+) -> tuple[list[int], dict[str, tuple[int, ...]], torch.dtype]:
+    """Return the layers that are sampled, the shape of a sample's fields, and their dtype on disk."""
+    q_heads, _, d, dv = dims(model)
+    layers = [i for i, layer in enumerate(cache.layers) if layer.window is None]
+    shapes: dict[str, tuple[int, ...]] = {"q": (q_heads, d), "a": (q_heads, dv), "s": (q_heads,)}
+    if method.slope:
+        shapes["slope"] = (q_heads, d)
+    return layers, shapes, torch.float64 if model.dtype == torch.float64 else getattr(torch, method.samples)
 
 
 def window_rows(cache: KVCache) -> dict[int, dict[str, torch.Tensor]]:
