@@ -6,7 +6,8 @@
 `cost`: each batch of traces runs twice in turn, bare (attention to the encoded prefix, nothing collected) and
 collected; then the layers are clustered. Printed: seconds, and (collecting + clustering) / bare.
 `scale`: the calibration on one rank and on two in turn, `rounds=3` times, one thread a rank, each as long as
-its log says: from the encoding of the prefix to the finished memory, after start-up. Printed: medians.
+its log says: from the encoding of the prefix to the finished memory, after start-up. Printed: medians. On a
+busy machine only `cpu_ratio` means anything: the CPU time of rank 0 alone over that of rank 0 of two.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from kvexp.methods.memory.prepare import dims, fields, stored
 from kvexp.progress import track
 from kvexp.stats.samples import SampleStore
 
+TWO = ("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2")
 WORDS = ("method=asm", "budget=1024", "task.context_tokens=4096", "logger=none", "limit=10")
 
 
@@ -111,32 +113,29 @@ def cost(words: list[str]) -> None:
     print(json.dumps({name: round(x, 3) for name, x in row.items()}))
 
 
-def timed(words: list[str], *more: str) -> float:
-    """Return the seconds of a run's calibration after its start-up."""
+def timed(words: list[str], *more: str) -> tuple[float, float]:
+    """Return the seconds of a run's calibration after its start-up: of time, and of CPU on rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "kvexp", *joined([*words, *more, f"output_dir={folder}"])]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(command, check=True, env=environment, capture_output=True)
         [log] = Path(folder).rglob("log.txt")
-        return float(re.search(r"calibrated in ([0-9.]+) s", log.read_text())[1])
+        found = re.search(r"calibrated in ([0-9.]+) s, ([0-9.]+) s of CPU", log.read_text())
+        return float(found[1]), float(found[2])
 
 
 def scale(words: list[str]) -> None:
     """Print the medians on one rank and on two, and their ratio."""
     rounds = next((int(word[7:]) for word in words if word.startswith("rounds=")), 3)
     words = [word for word in words if not word.startswith("rounds=")]
-    one, two = [], []
+    found: dict[str, list[float]] = {}
     for _ in range(rounds):
-        one.append(timed(words))
-        two.append(timed(words, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"))
-        print(f"1 rank {one[-1]:.1f} s, 2 ranks {two[-1]:.1f} s: {one[-1] / two[-1]:.2f}", flush=True)
-    ratios = [a / b for a, b in zip(one, two, strict=True)]
-    row = {
-        "one_s": statistics.median(one),
-        "two_s": statistics.median(two),
-        "ratio": statistics.median(ratios),
-    }
-    print(json.dumps({name: round(x, 3) for name, x in row.items()}))
+        (one, one_cpu), (two, two_cpu) = (timed(words, *more) for more in ((), TWO))
+        row = {"one_s": one, "two_s": two, "ratio": one / two, "cpu_ratio": one_cpu / two_cpu}
+        for name, value in row.items():
+            found.setdefault(name, []).append(value)
+        print(json.dumps({name: round(x, 2) for name, x in row.items()}), flush=True)
+    print("median", json.dumps({name: round(statistics.median(x), 2) for name, x in found.items()}))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvexp.attention.devices import layer_devices
 from kvexp.budget import Budget
 from kvexp.calibration.store import Store
 from kvexp.crew.crew import ALONE, Crew
@@ -113,10 +114,11 @@ def prepare(
 
         with store.samples({**source, **method.sample_knobs()}, keep_samples) as samples:
             runner = Runner(context, traces, samples, make_trainer, batch_size, seed, work, crew)
-            begun = time.perf_counter()
+            begun, used = time.perf_counter(), time.process_time()
             memory = method.prepare(loaded.model, runner, budget)
-            log.info("calibrated in %.2f s (processes: %d)", time.perf_counter() - begun, crew.world)
+            taken = time.perf_counter() - begun, time.process_time() - used
+            log.info("calibrated in %.2f s, %.2f s of CPU on each of %d", *taken, crew.world)
             return memory
 
     memory, folder, built = store.get(name, facts, memory_class.load, build)
-    return memory.to(loaded.device), folder, built
+    return memory.to(layer_devices(loaded.model)), folder, built
