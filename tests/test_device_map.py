@@ -38,7 +38,14 @@ def dispatched(loaded: model.LoadedModel, folder: Path) -> model.LoadedModel:
     return dataclasses.replace(loaded, model=net)
 
 
-@pytest.mark.parametrize("method", ["full", "asm", "triattention", "snapkv", "kivi"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "asm",
+        "triattention",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "snapkv", "kivi")),
+    ],
+)
 def test_methods_answer_alike(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = (f"method={method}", *LABELS, "calibration.tokens=300" if method == "triattention" else "seed=0")
     whole, spread = (cell(tmp_path / name, *more) for name in ("whole", "spread"))
