@@ -122,7 +122,7 @@ class QueryBatch:
             steps = compiled_steps(self.model)
             if steps is not None:
                 return lambda *step: _scores(steps(*step))
-        return lambda *step: self._forward(*step, 1)
+        return lambda cache, ids, mask, positions: self._forward(cache, ids, mask, positions, 1)
 
     def generate(
         self,
