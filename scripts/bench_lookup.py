@@ -41,7 +41,7 @@ from kvexp.methods.memory.lookup import LayerLookup
 from kvexp.methods.memory.states import LayerMemory
 from kvexp.stats import kmeans
 from kvexp.stats.samples import SampleStore
-from kvexp_kernels.lookup import InvertedLists, TwoLevelIndex
+from kvexp_kernels.lookup import JointLists, TwoLevelIndex
 from kvexp_kernels.merge_states.reference import merge_states
 
 DEFAULTS = {"layouts": "pooled,group,shared", "lengths": "4096,8192,16384", "layers": "4,10,20"}
@@ -124,8 +124,7 @@ class Books:
         lookup = LayerLookup(LayerMemory(self.grouping, tensors), None, 0, ASM(probe=probe), {})
         if way != "flat":  # clustered once for all ways
             own = [replace(index, keys=index.keys.clone()) for index in self.index]
-            lists = [InvertedLists(*pair) for pair in zip(own, tensors["keys"], strict=True)]
-            lookup.index = lists if way == "ivf" else own
+            lookup.index = JointLists(own, tensors["keys"]) if way == "ivf" else own
         return lookup
 
 

@@ -64,7 +64,7 @@ def composer() -> Iterator[Any]:
         def settings(name: str, words: list[str]) -> Settings:
             shared, hydra = base(name)
             config, chosen = copy.deepcopy(shared), dict(hydra.runtime.choices)
-            parsed = commandline.parse(words)
+            parsed = [_parsed(word) for word in words]
             for override in sorted(parsed, key=lambda one: one.key_or_group not in GROUPS):
                 key, value = override.key_or_group, override.value()
                 if key in GROUPS:
@@ -81,6 +81,11 @@ def composer() -> Iterator[Any]:
             return schema.validate(OmegaConf.create(config), node)
 
         yield settings
+
+
+@cache
+def _parsed(word: str) -> Any:
+    return commandline.parse([word])[0]
 
 
 @cache

@@ -39,7 +39,7 @@ WRONG = [
     (["data_dir=/no/such/folder"], "is not a folder"),
     (["model=hf"], "needs model.id"),
     (["method=asm", "task=lm_eval", "task.name=x"], "one context for all queries"),
-    (["method=asm", "budget=4096", "task=nba"], "is planned and cannot run yet"),
+    (["method=asm", "budget=4096", "task=nba", "task.levels=[3]"], "set task.levels=[0,1,2]"),
     (["method=prophetkv", "task=intents"], "chooses by the question before it is asked"),
     (["method=full,asm"], "add -m to run a grid"),
     (["-m", "method=full,amm"], "did you mean 'asm'?"),
@@ -138,17 +138,17 @@ def test_every_wrong_line_is_one_sentence_and_torch_stays_out(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("words", [["method=amm"], ["budget=0"], ["method=asm", "budget=4096", "task=nba"]])
+@pytest.mark.parametrize("words", [["method=amm"], ["budget=0"], ["method=asm", "task=locomo"]])
 def test_wrong_lines_as_real_processes(words: list[str], tmp_path: Path) -> None:
     done = process(words, tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("kvexp: ")
 
 
-def test_the_planned_task_composes(tmp_path: Path) -> None:
+def test_a_configuration_says_where_its_data_come_from(tmp_path: Path) -> None:
     done = process(["method=asm", "budget=4096", "task=nba", "--cfg", "job", "--resolve"], tmp_path)
     assert done.returncode == 0 and done.stderr == ""
-    assert "budget: 4096" in done.stdout and "planned: true" in done.stdout
+    assert "budget: 4096" in done.stdout and "source: gh://SkyRiver-2000/RuleArena" in done.stdout
 
 
 def test_help_lists_groups_choices_and_keys(tmp_path: Path) -> None:
@@ -265,7 +265,10 @@ def test_fail_fast_stops_a_grid(tmp_path: Path) -> None:
 
 def test_a_good_grid_and_one_from_a_file(tmp_path: Path) -> None:
     lines = [["-m", "method=truncate", "budget=512,1k,20%,1024"], ["experiment=intents_grid", "seed=1"]]
-    plain, experiment = in_one_process("stub", lines, tmp_path)
+    lines.append(["-m", "method=snapkv,rkv", "method.interval=64", "limit=2"])
+    plain, experiment, knob = in_one_process("stub", lines, tmp_path)
+    assert knob["code"] == 0 and [cell["method"] for cell in knob["cells"]] == ["snapkv", "rkv"]
+    assert all("method.interval=64 limit=2" in cell["command"] for cell in knob["cells"])
     assert [cell["budget"] for cell in plain["cells"]] == ["512", "1024", "819", "1024"]
     assert plain["code"] == 0 and len(plain["grids"][0]) == 3  # 1k and 1024 are one cell
     assert [cell["method"] for cell in experiment["cells"]] == ["no_context", "truncate", "asm", "full"]

@@ -69,3 +69,26 @@ def test_flags_may_stand_anywhere_and_come_first_for_hydra() -> None:
 def test_wrong_flags(words: list[str], told: str) -> None:
     with pytest.raises(UserError, match=told):
         commandline.read(words)
+
+
+def test_knobs_of_a_group_that_varies_are_swept_over_their_one_value() -> None:
+    words = [
+        "method=a,b",
+        "method.x=1",
+        "method.y='a, b'",
+        "task.n=3",
+        "method.z=1,2",
+        "+method.w=[1,2]",
+        "seed=1",
+    ]
+    assert commandline.spread(words) == [
+        "method=a,b",
+        "method.x=choice(1)",
+        "method.y=choice('a, b')",
+        "task.n=3",
+        "method.z=1,2",
+        "+method.w=choice([1,2])",
+        "seed=1",
+    ]
+    assert commandline.read(["-m", *words[:2]]).argv == ["-m", "method=a,b", "method.x=choice(1)"]
+    assert commandline.read(words[:2]).overrides == words[:2]

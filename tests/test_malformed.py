@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from cells import cell
+from cells import cell, samples_of
 from kvexp import cli, status
 from kvexp.errors import UserError
 from kvexp.report.csv_logger import CsvLogger
@@ -44,6 +44,12 @@ FILES: dict[str, tuple[str, str | bytes, list[str], str]] = {
         "# x\n_target_: kvexp.tasks.intents.Intents\n",
         ["method=bad"],
         "is no method",
+    ),
+    "planned": (
+        "task/bad.yaml",
+        "# x\nname: bad\nplanned: true\nwhy: no data\n",
+        ["task=bad"],
+        "cannot run yet: no data",
     ),
     "a method as task": ("task/bad.yaml", f"# x\n_target_: {FULL}\n", ["task=bad"], "is no task"),
     "an unknown knob": ("method/bad.yaml", f"# x\n_target_: {TRUNCATE}\nkeap: x\n", ["method=bad"], "'keep'"),
@@ -157,14 +163,16 @@ def _text(name: str, text: str) -> Callable[[Path], None]:
 
 # What became of an interrupted run's folder.
 FOLDERS: dict[str, Callable[[Path], None]] = {
-    "a damaged line of samples": _lines(lambda rows: [rows[0], b"{broken\n", *rows[2:]]),
-    "samples of another order": _lines(lambda rows: rows[::-1]),
-    "more samples than there are": _lines(lambda rows: [*rows, rows[-1]]),
-    "samples without ids": _lines(lambda rows: [b'{"answer": 1}\n'] * len(rows)),
-    "binary samples": _lines(lambda rows: [b"\x00\xff\n"] * 9),
     "inputs that are no JSON": _text("inputs.json", "{"),
     "inputs of a wrong kind": _text("inputs.json", '{"model_sha256": 3}'),
     "inputs of other data": _text("inputs.json", '{"data_sha256": "00"}'),
+}
+
+# Lines of samples that cannot be read: kept beside, and done again.
+LINES: dict[str, Callable[[Path], None]] = {
+    "a damaged line of samples": _lines(lambda rows: [rows[0], b"{broken\n", *rows[2:]]),
+    "samples without ids": _lines(lambda rows: [b'{"answer": 1}\n'] * len(rows)),
+    "binary samples": _lines(lambda rows: [b"\x00\xff\n"] * 9),
 }
 
 # What became of the folder of a calibration artefact.
@@ -315,6 +323,17 @@ def test_interrupted_runs(name: str, done: Settings, tmp_path: Path) -> None:
         "start with resume=false",
         but=("config.yaml", "memory.json", ".lock"),
     )
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_lines_of_samples(name: str, done: Settings, tmp_path: Path, caplog: Any) -> None:
+    settings = copied(done, tmp_path, record=False)
+    LINES[name](settings.run_dir)
+    damaged = (settings.run_dir / "samples.jsonl").read_bytes()
+    assert run(settings)["status"] == "complete"
+    assert (settings.run_dir / "samples.jsonl.damaged-1").read_bytes() == damaged
+    assert "cannot be read: it is kept as samples.jsonl.damaged-1" in caplog.text
+    assert samples_of(settings) == samples_of(done)
 
 
 @pytest.mark.parametrize("name", ARTEFACTS)

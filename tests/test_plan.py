@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -48,3 +50,14 @@ def test_what_is_no_plan_is_told(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(UserError, match="is no plan of a grid"):
         read_plan(path)
+
+
+def test_the_command_of_a_cell_runs_that_cell_alone() -> None:
+    grids = [["experiment=intents_grid", "limit=3"]]
+    if find_spec("submitit"):
+        grids.append(["experiment=intents_grid", "limit=3", "cluster=slurm_array"])
+        grids.append(["experiment=asm/fig5_small", "cluster=slurm_array"])
+    for words in grids:
+        cell = settings_of(words)[1]
+        (alone,) = settings_of(shlex.split(cell.command)[3:])
+        assert (alone.cell, alone.command) == (cell.cell, cell.command)

@@ -60,7 +60,8 @@ def six(tmp_path: Path) -> list[Settings]:
     folders[0].write_record(record(cells[0]))
     folders[1].write_record(record(cells[1], "the sky fell"))
     folders[2].write_config(cells[2].config_text())
-    (folders[2].path / "samples.jsonl").write_text('{"id": "a"}\n{"id": "b"}\n{"id"')
+    (folders[2].path / "samples.jsonl").write_text('{"id": "a"}\n{"id"')
+    (folders[2].path / "samples.1.jsonl").write_text('{"id": "b"}\n')
     folders[3].write_config(cells[3].config_text())
     (folders[3].path / "record.json").write_text('{"schema": 1, "cell"')
     return cells

@@ -127,12 +127,12 @@ def _plan(args: argparse.Namespace) -> Plan:
         is_grid, jobs = composer.jobs()
         cells = [_check(job, jobs) for job in jobs]
         hydra = jobs[0].config.hydra
-        basic = str(hydra.sweeper["_target_"]).endswith(".BasicSweeper")
+        listed = str(hydra.sweeper["_target_"]).endswith((".BasicSweeper", ".GridSweeper"))
         if is_grid:
             cluster.check_launcher(cells[0], hydra)
-        if is_grid and not basic:
+        if is_grid and not listed:
             search.check_search(cells[0])
-    return Plan(cells, is_grid, cluster.launcher_of(hydra), basic)
+    return Plan(cells, is_grid, cluster.launcher_of(hydra), listed)
 
 
 def _run(args: argparse.Namespace) -> int:

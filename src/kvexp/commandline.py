@@ -63,8 +63,27 @@ def read(words: Sequence[str]) -> argparse.Namespace:
             "--config-path needs an absolute path; to add files of your own, use --config-dir FOLDER"
         )
     given = set(known.overrides)
+    if known.multirun:
+        known.overrides = spread(known.overrides)
     known.argv = [word for word in words if word not in given] + known.overrides
     return known
+
+
+def spread(overrides: Sequence[str]) -> list[str]:
+    """Return the words of a grid with the knobs of a group that varies as a sweep over one value.
+
+    Hydra composes a grid first without what varies: `method.interval=128` would then be a knob of the default
+    method, whatever `method=snapkv,rkv` says.
+    """
+    parsed = parse(overrides)
+    varied = {item.key_or_group for item in parsed if item.is_sweep_override()}
+    words = []
+    for word, item in zip(overrides, parsed, strict=True):
+        group, dot, _ = item.key_or_group.partition(".")
+        key, _, value = word.partition("=")
+        plain = dot and not item.is_sweep_override() and not item.is_delete()
+        words.append(f"{key}=choice({value})" if plain and group in varied else word)
+    return words
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:

@@ -129,10 +129,17 @@ class Composer:
             raise
 
     def options(self, group: str) -> list[str]:
-        """Return the choices of a group over the whole search path; none when there is no such group."""
+        """Return the choices of a group over the whole search path; none when there is no such group.
+
+        Those of presets in folders are named with the folder: `asm/fig3`.
+        """
         from hydra.core.object_type import ObjectType
 
-        return sorted(self._loader.get_group_options(group, ObjectType.CONFIG))
+        names = list(self._loader.get_group_options(group, ObjectType.CONFIG))
+        for folder in self._loader.get_group_options(group, ObjectType.GROUP) if names else ():
+            below = self._loader.get_group_options(f"{group}/{folder}", ObjectType.CONFIG)
+            names += [f"{folder}/{name}" for name in below]
+        return sorted(names)
 
     def _check_choices(self) -> None:
         for override in self._parsed:

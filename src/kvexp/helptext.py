@@ -88,10 +88,16 @@ def text(hydra: DictConfig) -> str:
 
 
 def _group(name: str, choices: dict[str, Path], chosen: str) -> str:
-    rows = [
-        (f"{'*' if choice == chosen else ' '} {choice}", describe(path)) for choice, path in choices.items()
+    twins = [
+        choice for choice in choices if choice.removesuffix("_small") in choices and choice[-6:] == "_small"
     ]
-    return f"  {PARTS.get(name, name)}\n{_table(rows)}"
+    rows = [
+        (f"{'*' if choice == chosen else ' '} {choice}", describe(path))
+        for choice, path in choices.items()
+        if choice not in twins
+    ]
+    title = PARTS.get(name, name) + (" (and of each NAME_small, for a CPU)" if twins else "")
+    return f"  {title}\n{_table(rows)}"
 
 
 def _table(rows: list[tuple[str, str]]) -> str:

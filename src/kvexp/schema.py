@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 SPLITS = ("test", "validation")
 DATA_VARIABLE = "KVEXP_DATA_DIR"
 _AS_WRITTEN = ("seed", "split", "limit", "fidelity", "batch_size", "resume", "fail_fast", "objective")
+_NO_GRID = {"params": "null", "grid": "[]"}  # of a sweeper, for a launcher that takes a grid of one cell
+_ALONE = ("hydra.mode=RUN", *(f"hydra.sweeper.{key}={none}" for key, none in _NO_GRID.items()))
 Spec = TypeVar("Spec")
 GROUPS = ("model", "method", "task", "calibration", "trainer", "logger")
 
@@ -313,7 +315,11 @@ def _command(hydra: DictConfig) -> str:
 def _alone(hydra: DictConfig) -> list[str]:
     """Return what makes one cell of a grid that comes from a file a run of its own."""
     chosen = hydra.runtime.choices
+    if said := [word for word in hydra.overrides.hydra if word in _ALONE]:
+        return said
     from_file = any(chosen.get(group) for group in ("experiment", "sweep"))
     if not from_file or str(hydra.mode).rpartition(".")[2] != "MULTIRUN":
         return []
-    return ["hydra.sweeper.params=null"] if chosen.get("cluster") else ["hydra.mode=RUN"]
+    if not chosen.get("cluster"):
+        return ["hydra.mode=RUN"]
+    return [f"hydra.sweeper.{key}={none}" for key, none in _NO_GRID.items() if key in hydra.sweeper]

@@ -158,10 +158,8 @@ def _holder(folder: Path) -> str:
 
 
 def _progress(folder: Path, said: str) -> str:
-    try:
-        samples = (folder / "samples.jsonl").read_bytes().count(b"\n")
-    except OSError:
-        samples = 0
+    files = folder.glob("samples*.jsonl")  # while several ranks answer, each has one of its own
+    samples = sum(path.read_bytes().count(b"\n") for path in files)
     return f"{said}, {samples} samples" if samples else said
 
 

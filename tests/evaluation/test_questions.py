@@ -20,8 +20,10 @@ from kvexp.model import load_once
 from kvexp.prompt import Context
 from kvexp.run import run
 from kvexp.tasks.batch import QueryBatch
+from kvexp.tasks.session import Session
 
 PASSKEY = ("task=passkey", "task.context_tokens=200", "task.n=2", "task.n_facts=3", "limit=null")
+INTENTS = ("task=intents", "task.context_tokens=300", "task.n_labels=4", "task.n_calibration=4", "limit=4")
 DFS = ("task=recursive_state_query", "task.steps=6:10:2", "task.n_per_step=2", "task.max_new_tokens=12")
 
 
@@ -124,14 +126,17 @@ def test_prompts_beyond_the_model_are_said(
     settings = small(tmp_path, *words, "method=full")
     loaded = load_once(settings.model)
     questions = settings.load_task(loaded.tokenizer).questions
+    session = Session(loaded, settings.method, None, settings.budget)
     longest = max(len(q.context) + len(q.query_ids) + q.max_new_tokens for q in questions)
     limit = longest - 1
     if beyond == "prompt":
         limit = max(len(q.context) + len(q.query_ids) for q in questions) - 1
     for fits in (longest, None):
-        warn_of_questions(dataclasses.replace(loaded, context_limit=fits), settings.task, questions)
+        session.loaded = dataclasses.replace(loaded, context_limit=fits)
+        warn_of_questions(session, settings.task, questions)
     assert not caplog.messages
-    warn_of_questions(dataclasses.replace(loaded, context_limit=limit), settings.task, questions)
+    session.loaded = dataclasses.replace(loaded, context_limit=limit)
+    warn_of_questions(session, settings.task, questions)
     assert caplog.messages == [
         f"texts of up to {longest} tokens exceed the {limit} that this model was made for: {told}"
     ]
@@ -141,10 +146,22 @@ def test_a_run_says_that_its_prompts_are_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = small(tmp_path, *PASSKEY[:-1], "method=full")
-    loaded = dataclasses.replace(load_once(settings.model), context_limit=150)
+    loaded = dataclasses.replace(load_once(settings.model), context_limit=205)
     monkeypatch.setattr(model, "load_once", lambda spec, **more: loaded)
     run(settings)
-    assert "exceed the 150 that this model was made for: lower task.context_tokens" in caplog.text
+    assert "exceed the 205 that this model was made for: lower task.context_tokens" in caplog.text
+
+
+@pytest.mark.parametrize("words", [PASSKEY[:-1], INTENTS])
+def test_a_context_that_the_model_cannot_read_is_refused(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = small(tmp_path, *words, "method=full")
+    loaded = dataclasses.replace(load_once(settings.model), context_limit=150)
+    monkeypatch.setattr(model, "load_once", lambda spec, **more: loaded)
+    with pytest.raises(UserError, match=r"^a context of \d+ tokens exceeds the 150 that this model was made"):
+        run(settings)
+    assert run(small(tmp_path, *words, "method=truncate", "budget=120"))["status"] == "complete"
 
 
 def test_batches_hold_one_context_or_contexts_of_like_length() -> None:

@@ -1,7 +1,8 @@
 """The papers' numbers, read from `papers.yaml` and checked: one entry for each number.
 
-`paper` and `table` name the preset that makes the same grid (`experiment=asm/table2`); `value` is as it is
-printed there, `metric` as our records name it, `budget` as our folders do ("full" where a method ignores it).
+`paper` and `table` name the preset that makes the same grid (`experiment=asm/table2`); `value` is as the
+paper prints it, `metric` as our records name it, `budget` as our folders do ("full" where a method ignores
+it).
 """
 
 from __future__ import annotations

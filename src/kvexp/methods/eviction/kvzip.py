@@ -10,6 +10,8 @@ from kvexp.errors import UserError
 from kvexp.methods.eviction.bare import Bare
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvexp.budget import Budget
     from kvexp.cache.kv_cache import KVCache
     from kvexp.prompt import Context
@@ -66,6 +68,12 @@ class KVzip(Bare):
         from kvexp.prompt import encode
 
         return replace(self, repeat=tuple(encode(tokenizer, self.repeat)))
+
+    def opened(self, model: Any, folder: Path | None = None, sha256: str | None = None) -> Any:
+        """Return a store of scores in `folder`, which the budgets of a grid share; None without one."""
+        from kvexp.methods.eviction.score_store import ScoreStore
+
+        return None if folder is None or sha256 is None else ScoreStore(folder / "kvzip", sha256)
 
     def encode(
         self,

@@ -17,6 +17,7 @@ from kvexp.errors import UserError
 from kvexp.methods.base import several
 from kvexp.methods.eviction.caches import evicting_cache
 from kvexp.methods.eviction.evictor import MethodEvictor
+from kvexp.methods.eviction.score_store import Scores, ScoreStore
 from kvexp.methods.eviction.selection import over_group
 from kvexp.prompt import Context
 
@@ -45,13 +46,13 @@ def encode(
     tight = budget.rows is not None and budget.rows < longest
     if tight:
         _check_room(method, budget, firsts)
-    evictor = MethodEvictor(method, budget.rows, memory, model=model)
+    evictor = MethodEvictor(method, budget.rows, None, model=model)
     cache = evicting_cache(model, evictor)
-    with method.attach(model, memory):
+    with method.attach(model):
         prefill(model, [one.ids for one in contexts], cache, lambda last: evictor.reading(last=False))
         if tight:
             assert budget.rows is not None
-            scores = protect(repeated(method, model, contexts, cache), cache, firsts, method.recent)
+            scores = protect(scored(method, model, contexts, cache, memory), cache, firsts, method.recent)
             evictor.compress(scores, shares(scores, budget.rows, method.level))
     evictor.read()
     return cache
@@ -66,13 +67,44 @@ def _check_room(method: KVzip, budget: Budget, firsts: Sequence[int]) -> None:
         )
 
 
+def scored(
+    method: KVzip, model: Any, contexts: Sequence[Context], cache: KVCache, store: ScoreStore | None
+) -> list[torch.Tensor]:
+    """Return the scores of `repeated`, from the store where another budget has left them there."""
+
+    def make() -> Scores:
+        reader = Reader(cache, method.group)
+        return Scores(repeated(method, model, contexts, cache, reader), reader.most_rows, reader.most_bytes)
+
+    if store is None:
+        return make().layers
+    options = options_of(model)
+    facts = {
+        "contexts": [one.key for one in contexts],
+        "headers": [len(one.header) for one in contexts],
+        **{name: getattr(method, name) for name in ("group", "chunk", "sinks", "repeat")},
+        "dtype": str(model.dtype),
+        "options": [options.backend, options.prefill_chunk],
+    }
+    found, before = store.get(facts, make)
+    if before:
+        cache.counters["scores_found"] = cache.counters.get("scores_found", 0) + 1
+        assert cache.evictor is not None
+        cache.evictor.meter.hold(found.rows, prompt=True)
+        cache.evictor.meter.weigh(found.bytes, prompt=True)
+    layers = _evicting(cache)
+    return [one.to(layer.keys.device) for one, layer in zip(found.layers, layers, strict=True)]
+
+
 @torch.no_grad()
-def repeated(method: KVzip, model: Any, contexts: Sequence[Context], cache: KVCache) -> list[torch.Tensor]:
+def repeated(
+    method: KVzip, model: Any, contexts: Sequence[Context], cache: KVCache, reader: Reader | None = None
+) -> list[torch.Tensor]:
     """Return the scores [B, H, S] of all rows of each full-attention layer, of use behind the header only.
 
     Needs an attached model and a cache that has read `contexts` and nothing more, which stays as it is.
     """
-    reader = Reader(cache, method.group)
+    reader = reader or Reader(cache, method.group)
     chunks = [range(len(one.header), len(one), method.chunk) for one in contexts]
     for number in range(max(map(len, chunks))):
         texts: list[list[int]] = []
@@ -101,6 +133,7 @@ class Reader:
     def __init__(self, cache: KVCache, group: str) -> None:
         self.group = group
         self.layers = _evicting(cache)
+        self.most_rows = self.most_bytes = 0  # that were held
         self.scores: dict[int, torch.Tensor] = {}
         for layer in self.layers:
             dtype = torch.float64 if layer.keys.dtype == torch.float64 else torch.float32
@@ -134,8 +167,10 @@ class Reader:
                 position_ids=positions[:, start:end],
                 logits_to_keep=1,
             )
-            cache.evictor.meter.hold(max(layer.entries() for layer in layers), prompt=True)
-            cache.evictor.meter.weigh(fork.sequence_bytes(), prompt=True)
+            self.most_rows = max(self.most_rows, *(layer.entries() for layer in layers))
+            self.most_bytes = max(self.most_bytes, fork.sequence_bytes())
+            cache.evictor.meter.hold(self.most_rows, prompt=True)
+            cache.evictor.meter.weigh(self.most_bytes, prompt=True)
 
     def after(self, layer: EvictingLayer, call: Call) -> None:
         """Note the largest weights that the queries of this forward give to the rows being repeated."""
