@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -33,15 +34,20 @@ WORDS = [
     "method.samples=float32",
     "logger=none",
 ]
+QUESTIONS = "task=passkey task.context_tokens=120 task.n=2 task.n_facts=3 method=snapkv budget=60"
+CONTINUATION = "task=continuation task.n=4 task.prefill=40 task.length=80 method=streaming_llm budget=32"
 TWO = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
 
 
-def start(folder: Path, *more: str) -> subprocess.Popen:
-    """Start the command line on two processes."""
+def start(folder: Path, *more: str, rank: int | None = None, port: int = 0) -> subprocess.Popen:
+    """Start the command line on two processes; with a rank, one of them, as a launcher does."""
     paths = os.pathsep.join(str(ROOT / part) for part in ("src", "kernels"))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
         environment.pop(name, None)
+    if rank is not None:
+        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return subprocess.Popen(
         [sys.executable, "-m", "kvexp", *WORDS, *TWO, f"output_dir={folder}", *more],
         cwd=folder,
@@ -117,6 +123,42 @@ def test_ranks_end_with_the_first(tmp_path: Path) -> None:
     process.kill()
     process.communicate(timeout=60)
     wait_for(lambda: not Path(f"/proc/{other}").exists(), 10)
+
+
+@pytest.mark.cluster
+def test_processes_of_a_launcher_work_together_and_leave_together(tmp_path: Path) -> None:
+    """Both end well, also where the cell is complete and there is nothing to do."""
+    [alone] = cli.settings_of([*WORDS, f"output_dir={tmp_path / 'one'}"])
+    run(alone)
+    (tmp_path / "two").mkdir()
+    for said in ("calibrated in", "this cell is complete"):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        both = [start(tmp_path / "two", rank=rank, port=port) for rank in range(2)]
+        heard = [process.communicate(timeout=200)[1] for process in both]
+        assert [process.returncode for process in both] == [0, 0], heard
+        assert said in heard[0] and said not in heard[1]
+    [settings] = cli.settings_of([*WORDS, f"output_dir={tmp_path / 'two'}"])
+    assert samples_of(settings) == samples_of(alone)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("words", [QUESTIONS, CONTINUATION], ids=["questions", "continuation"])
+def test_three_processes_answer_as_one(words: str, tmp_path: Path) -> None:
+    common = ["model=tiny-llama", "logger=none", "batch_size=1", *words.split()]
+    [alone] = cli.settings_of([*common, f"output_dir={tmp_path / 'one'}"])
+    run(alone)
+    three = [*common, f"output_dir={tmp_path / 'three'}", *TWO[:2], "trainer.devices=3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvexp", *three],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr
+    [settings] = cli.settings_of(three)
+    assert samples_of(settings) == samples_of(alone)
 
 
 def wait_for(what: Callable[[], Any], seconds: float = 120) -> None:

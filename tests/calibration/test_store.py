@@ -102,7 +102,7 @@ def samples(root: Path) -> list[Path]:
     return sorted(root.glob("samples-*"))
 
 
-def test_samples_are_removed_at_the_end_and_stay_after_an_exception(tmp_path):
+def test_samples_are_removed_at_the_end_and_stay_after_an_exception(tmp_path, caplog):
     store = Store(tmp_path)
     with store.samples(FACTS, keep=False) as folder:
         (folder / "part-000").mkdir()
@@ -112,7 +112,7 @@ def test_samples_are_removed_at_the_end_and_stay_after_an_exception(tmp_path):
         with pytest.raises(type(error)), store.samples(FACTS, keep=False) as folder:
             (folder / "part-000").mkdir(exist_ok=True)
             raise error
-        assert names(folder) == ["part-000"]
+        assert names(folder) == ["part-000"] and f"stays in {folder}" in caplog.text
 
 
 def names(folder: Path) -> list[str]:

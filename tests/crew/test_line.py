@@ -91,6 +91,15 @@ def test_who_has_done_its_part_may_go(party: Any) -> None:
     assert not two.lost
 
 
+def test_an_end_that_is_well_is_no_alarm(party: Any) -> None:
+    three = party(3)
+    three.hub.broadcast("done")
+    three.hub.close(well=True)
+    assert [caller.broadcast() for caller in three.callers] == ["done", "done"]
+    time.sleep(0.1)
+    assert not three.alone
+
+
 def test_callers_learn_of_the_end_of_the_hub(party: Any) -> None:
     three = party(3)
     three.hub.close()

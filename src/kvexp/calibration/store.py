@@ -50,7 +50,14 @@ class Store:
             if self.crew.first:
                 folder.mkdir(parents=True, exist_ok=True)
             self.crew.barrier()
-            yield folder
+            try:
+                yield folder
+            except BaseException:
+                if self.crew.first and any(folder.iterdir()):
+                    log.warning(
+                        "what was collected stays in %s, and the same command goes on with it", folder
+                    )
+                raise
             self.crew.barrier()  # nobody reads any more
             if self.crew.first and keep:
                 (folder / KEPT).touch()

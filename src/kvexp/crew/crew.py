@@ -60,9 +60,6 @@ class Crew:
     def done(self) -> None:
         """End here unless this is rank 0: the part of the others is done."""
 
-    def close(self) -> None:
-        """Take leave."""
-
 
 ALONE = Crew()
 
@@ -124,10 +121,10 @@ class First(Crew):
         """Return the values of all ranks."""
         return self.hub.gather(value)
 
-    def close(self) -> None:
-        """Take leave; ranks that are still at work end."""
+    def close(self, well: bool = False) -> None:
+        """Take leave; unless all is done `well`, ranks that are still at work end."""
         self._seen.set()
-        self.hub.close()
+        self.hub.close(well)
 
 
 class Member(Crew):

@@ -78,15 +78,16 @@ class Launch:
         Inside the block rank 0 gets RankLost when another rank ends early, and the others end with rank 0.
         """
         before = {name: os.environ.get(name) for name in LOCAL}
-        crew = First(self.world) if rank() == 0 else None
+        crew, well = First(self.world) if rank() == 0 else None, False
         try:
             with crew.watched() if crew else nullcontext():
                 place = self._first(crew) if crew else self._member()
                 with place.watched() if place is not crew else nullcontext():
                     yield place
+            well = True
         finally:
             if crew:
-                crew.close()
+                crew.close(well)
                 _restore(before)
 
     def _first(self, crew: First) -> Crew:

@@ -141,10 +141,13 @@ class Hub:
             inbox.end.send({"value": value})
         return value
 
-    def close(self) -> None:
-        """Hang up: the others end, if they have not."""
+    def close(self, well: bool = False) -> None:
+        """Hang up. Where all is done `well`, the others end by themselves, else at once."""
         self._server.close()
         for inbox in self._inboxes.values():
+            if well:
+                with contextlib.suppress(LineLost):
+                    inbox.end.send({"bye": None, "user": False})
             inbox.end.close()
 
 
