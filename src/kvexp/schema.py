@@ -315,10 +315,11 @@ def _command(hydra: DictConfig) -> str:
 def _alone(hydra: DictConfig) -> list[str]:
     """Return what makes one cell of a grid that comes from a file a run of its own."""
     chosen = hydra.runtime.choices
+    if not any(chosen.get(group) for group in ("experiment", "sweep")):
+        return []
     if said := [word for word in hydra.overrides.hydra if word in _ALONE]:
         return said
-    from_file = any(chosen.get(group) for group in ("experiment", "sweep"))
-    if not from_file or str(hydra.mode).rpartition(".")[2] != "MULTIRUN":
+    if str(hydra.mode).rpartition(".")[2] != "MULTIRUN":
         return []
     if not chosen.get("cluster"):
         return ["hydra.mode=RUN"]
