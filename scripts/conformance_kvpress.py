@@ -17,16 +17,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
-import venv
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-VERSION = "0.5.5"
 FAMILIES = ("llama", "qwen3")  # six query heads, two KV heads; qwen3 normalises queries and keys
 LAYERS, TOKENS, BUDGETS = 4, 200, (40, 120)
 INSTRUCTION = [10, 10, 82, 58, 10]  # what both are told to repeat the context with
@@ -227,30 +224,19 @@ def show(rows: list[dict[str, Any]]) -> None:
                 )
 
 
-def environment(folder: Path) -> Path:
-    """Return the python of an environment with kvpress, made where there is none."""
-    python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-    ready = folder / f"kvpress-{VERSION}.ready"
-    if not ready.exists():
-        print(f"installing kvpress {VERSION} into {folder}: some GB, some minutes", flush=True)
-        venv.create(folder, with_pip=True)
-        subprocess.run([python, "-m", "pip", "install", f"kvpress=={VERSION}"], check=True)
-        ready.touch()
-    return python
-
-
 def main() -> int:
     """Run both sides and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvexp"
-    parser.add_argument("--environment", type=Path, default=cache / f"kvpress-{VERSION}")
+    parser.add_argument("--environment", type=Path, help="default: a folder in the user's cache")
     parser.add_argument("--ours", type=Path, metavar="FOLDER", help="write our side there, and stop")
     parser.add_argument("--theirs", type=Path, metavar="FOLDER", help="write the side of kvpress there")
     given = parser.parse_args()
     if given.ours or given.theirs:
         (ours if given.ours else theirs)(given.ours or given.theirs)
         return 0
-    python = environment(given.environment.absolute())
+    from kvexp.bench.kvpress import default_folder, environment
+
+    python = environment((given.environment or default_folder()).absolute())
     with tempfile.TemporaryDirectory(prefix="kvexp-") as folder:
         for which, flag in ((sys.executable, "--ours"), (python, "--theirs")):
             subprocess.run([which, __file__, flag, folder], check=True)

@@ -30,8 +30,8 @@ from itertools import islice
 from typing import Any
 
 import torch
-from decoding import Decoder, in_turn, numbers_of
 
+from kvexp.bench.decoder import Decoder, in_turn, numbers_of
 from kvexp.cli import settings_of
 from kvexp.errors import UserError
 from kvexp.measure.memory import mib, peak_rss, tensor_bytes

@@ -35,10 +35,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from decoding import numbers_of
 from reuse_prompts import Bench, Line, Prompt, knobs_of, share_within
 from reuse_rows import FULL, GOALS, PARTS, Goal, Part, Row
 
+from kvexp.bench.decoder import numbers_of
 from kvexp.cli import settings_of
 from kvexp.errors import UserError
 from kvexp.progress import track

@@ -109,12 +109,15 @@ def test_batch_sizes_change_no_byte_of_a_cell(tmp_path: Path) -> None:
         assert ours[name] == pytest.approx(theirs[name], abs=2e-4)
 
 
-def test_fidelity_of_a_memory_is_told_by_position(tmp_path: Path) -> None:
+def test_fidelity_of_a_memory_is_told_by_position_and_by_layer(tmp_path: Path) -> None:
     fidelity = run(cell(tmp_path, "fidelity=true"))["fidelity"]
     assert fidelity["kl"] > 0 and 0 <= fidelity["top1_agreement"] <= 1 and fidelity["n"] == 12
     decay = fidelity["by_position"]
     assert [len(decay[name]) for name in ("kl", "top1_agreement", "mass_full", "mass_method")] == [32] * 4
     assert decay["queries"] == 12
+    layers = fidelity["by_layer"]
+    assert set(layers) == {"relative_error", "log_z_error"}
+    assert all(len(values) == 3 and min(values) > 0 for values in layers.values())
 
 
 def test_a_budget_without_a_demonstration_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,7 @@ unwatched. Here such a job is noted, and the grid ends when its last job has end
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -68,11 +68,11 @@ def waited_for(note: Note) -> Iterator[None]:
     import submitit
 
     class Executor(submitit.AutoExecutor):
-        def map_array(self, function: Any, *columns: Sequence[Any]) -> list[Any]:
-            jobs = super().map_array(function, *columns)
+        def map_array(self, fn: Any, *iterable: Any) -> list[Any]:
+            jobs = super().map_array(fn, *iterable)
             return [
                 Patient(job, " ".join(overrides), note)
-                for job, overrides in zip(jobs, columns[0], strict=True)
+                for job, overrides in zip(jobs, iterable[0], strict=True)
             ]
 
     with mock.patch.object(submitit, "AutoExecutor", Executor):

@@ -143,6 +143,11 @@ def _tiny(spec: Any, device: torch.device, needs_full_layer: bool) -> LoadedMode
 
 def _loaded(spec: Any, model: Any, tokenizer: Any, sha256: str) -> LoadedModel:
     weight = model.get_input_embeddings().weight
+    if weight.device.type == "meta":
+        raise UserError(
+            f"{spec.name} does not fit: model.device_map={spec.device_map} leaves its embedding on disk or in"
+            " main memory; take more or larger devices, or model.dtype=bfloat16"
+        )
     return LoadedModel(
         model=model.eval().requires_grad_(False),
         tokenizer=tokenizer,

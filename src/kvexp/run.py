@@ -63,7 +63,13 @@ def _launch(settings: Settings) -> Launch | None:
     if settings.task.kind == "lm_eval":
         return None
     trainer = functools.partial(instantiate.trainer, settings.trainer)
-    return crew_of(settings.trainer, trainer, settings.command)
+    launch = crew_of(settings.trainer, trainer, settings.command)
+    if launch is not None and settings.model.device_map is not None:
+        raise UserError(
+            "model.device_map gives one process all devices, and this trainer starts several: set"
+            " trainer.devices=1, or leave device_map out"
+        )
+    return launch
 
 
 @contextlib.contextmanager

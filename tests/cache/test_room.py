@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -139,3 +140,29 @@ def test_a_step_of_decoding_merges_nothing(name: str, monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(dense, "merge_states", refuse)
         assert batch.generate(8, lambda made: None)[0][0][:1] == expected[0][0]
+
+
+def test_rows_that_stay_in_place_leave_room_to_forks() -> None:
+    model, method = helpers.model("llama"), kvexp.method("snapkv")
+    cache = method.encode(model, tokens(80, seed=3), budget=40)
+    with method.attach(model), torch.no_grad():
+        fork = cache.fork()
+        model(torch.tensor([[5]]), cache=fork)
+    for layer, parent in zip(fork.layers, cache.layers, strict=True):
+        assert (parent.rows, layer.rows) == (40, 1) and place(layer) == place(parent)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "streaming_llm"])
+def test_a_fork_that_is_gone_gives_its_room_back_at_once(name: str) -> None:
+    model, method = helpers.model("llama"), kvexp.method(name, **({"interval": None} if "_" in name else {}))
+    cache = method.encode(model, tokens(80, seed=3), budget=40)
+    gc.disable()
+    try:
+        with method.attach(model), torch.no_grad():
+            for token in (5, 6):
+                fork = cache.fork()
+                model(torch.tensor([[token]]), cache=fork)
+                assert place(fork.layers[0]) == place(cache.layers[0])
+                del fork
+    finally:
+        gc.enable()

@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvexp_kernels.lookup import InvertedLists, TwoLevelIndex, lookup_flat, quantise_keys, reference
+from kvexp_kernels.lookup import (
+    InvertedLists,
+    JointLists,
+    TwoLevelIndex,
+    lookup_flat,
+    quantise_keys,
+    reference,
+)
 
 
 def unit(x: Tensor) -> Tensor:
@@ -193,3 +200,42 @@ class TestInvertedLists:
     def test_what_they_hold(self):
         assert InvertedLists.suits(torch.ones(2, 2))
         assert not InvertedLists.suits(torch.ones(2, 2).double())
+
+
+class TestJointLists:
+    """Two codebooks of 64 keys, with unlike numbers of cells."""
+
+    @pytest.fixture(autouse=True)
+    def faiss(self):
+        pytest.importorskip("faiss")
+
+    @staticmethod
+    def built(cells: tuple[int, int] = (8, 5)) -> tuple[list[TwoLevelIndex], torch.Tensor]:
+        keys = unit(torch.randn(2, 64, 16, generator=torch.Generator().manual_seed(1)))
+        return [TwoLevelIndex.build(k, c) for k, c in zip(keys, cells, strict=True)], keys
+
+    @pytest.mark.parametrize("n", [1, 70])
+    @pytest.mark.parametrize("probe", [1, 3, 8])
+    def test_find_what_each_index_finds(self, n, probe):
+        indices, keys = self.built()
+        x = torch.randn(2, n, 16, generator=torch.Generator().manual_seed(2))
+        found, scored = JointLists(indices, keys).search(x, probe)
+        parts = [index.search(part, probe) for index, part in zip(indices, x, strict=True)]
+        assert torch.equal(found, torch.stack([entries for entries, _ in parts]))
+        assert scored == sum(cost for _, cost in parts)
+
+    def test_equal_scores_go_to_the_lower_entry(self):
+        key = unit(torch.arange(1.0, 9.0))
+        keys = key.expand(2, 40, 8).contiguous()
+        found, _ = JointLists([TwoLevelIndex.build(k, 4) for k in keys], keys).search(keys[:, :3], 4)
+        assert found.tolist() == [[0] * 3] * 2
+
+    def test_bytes_are_those_of_float16_keys_numbers_and_centres(self):
+        indices, keys = self.built((8, 8))
+        held = sum(t.numel() * t.element_size() for t in JointLists(indices, keys).tensors())
+        assert held == 2 * 64 * (2 * 16 + 8) + 4 * 16 * sum(len(index.centres) for index in indices)
+
+    def test_queries_that_are_no_numbers_stay_in_bounds(self):
+        indices, keys = self.built()
+        found, _ = JointLists(indices, keys).search(torch.full((2, 3, 16), torch.nan), 3)
+        assert int(found.min()) >= 0 and int(found.max()) < 64

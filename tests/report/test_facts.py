@@ -76,3 +76,23 @@ def test_parts_stand_apart_from_scores_and_failures_are_told(make_record):
 def test_a_group_without_a_result(make_record):
     found = facts([make_record(error="no")])
     assert (found["metrics"], found["items"], found["rows"][0]["metrics"]) == ([], [], {})
+
+
+def test_an_interval_stays_within_the_range_of_the_score(make_record):
+    def entry(value, higher):
+        return {"value": value, "stderr": 0.25, "n": 4, "higher_is_better": higher}
+
+    records = []
+    for budget, share, kl, logprob in ((64, 0.0, 1.5, -0.25), (128, 1.0, 0.25, 0.5)):
+        record = make_record("snapkv", budget)
+        record["metrics"] = {
+            "accuracy": entry(share, True),
+            "kl": entry(kl, False),
+            "logprob": entry(logprob, True),
+        }
+        records.append(record)
+    first, second = (row["metrics"] for row in facts(records)["rows"])
+    bounds = [(one["low"], one["high"]) for one in (first["accuracy"], second["accuracy"])]
+    assert bounds == [(0.0, pytest.approx(0.49)), (pytest.approx(0.51), 1.0)]
+    assert (second["kl"]["low"], second["kl"]["high"]) == (0.0, pytest.approx(0.74))
+    assert (first["logprob"]["low"], first["logprob"]["high"]) == pytest.approx((-0.74, 0.24))

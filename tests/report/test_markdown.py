@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import io
 
+from kvexp.report import papers
 from kvexp.report.collect import collect
 from kvexp.report.groups import groups
 from kvexp.report.items import Items
 from kvexp.report.markdown import cells_csv, differences_csv, markdown, rows_csv, score, table
 from kvexp.report.page_data import page_data
+from kvexp.report.paper_numbers import PaperNumber
 
 
 def data_of(tmp_path):
@@ -44,3 +46,18 @@ def test_a_score_has_its_errors_in_order():
     assert score({"value": 0.5, "se": 0.01, "se_seeds": 0.125}) == "0.500 ± 0.010 ± 0.125"
     assert score({"value": 0.5, "se": None, "se_seeds": None}) == "0.500"
     assert score(None) == "–"
+
+
+def test_papers_stand_beside_ours(tmp_path, make_record, store, monkeypatch):
+    number = {"paper": "tri", "table": "table1", "model": "qwen3-8b", "task": "intents", "method": "snapkv"}
+    number |= {"metric": "accuracy", "setting": "8 answers", "source": "TriAttention"}
+    found = (
+        PaperNumber(**number, budget="1024", value=34.6, note="from the text"),
+        PaperNumber(**number, budget="512", value=20.0),
+    )
+    monkeypatch.setattr(papers, "numbers", lambda: found)
+    store(tmp_path / "s", make_record("snapkv", 1024, accuracy=0.25, stderr=0.0125), [])
+    text = markdown(data_of(tmp_path)[0])
+    row = "| tri, table1 | qwen3-8b | snapkv | 1024 | accuracy | 34.6 | 25.0 ± 1.250 | snapkv | 8 |"
+    assert f"{row} 8 answers; from the text |" in text
+    assert "1 more of this task have no row of ours." in text and "20.0" not in text

@@ -5,46 +5,61 @@ from __future__ import annotations
 import pytest
 
 from kvexp.report import papers
+from kvexp.report.paper_numbers import PaperNumber
 
 ENTRY = {
     "paper": "tri",
-    "table": "Table 1",
-    "model": "Qwen3-8B",
+    "table": "table1",
+    "model": "qwen3-8b",
     "task": "aime24",
     "method": "snapkv",
-    "budget": 2048,
+    "budget": "2048",
     "metric": "accuracy",
     "value": 34.6,
     "setting": "8 answers",
-    "source": "Table 1",
-    "note": None,
+    "source": "TriAttention",
 }
-GROUP = {
-    "task": "aime24",
-    "rows": [
-        {"method": "snapkv", "budget": "1024", "metrics": {"accuracy": {"value": 0.1}}},
-        {"method": "snapkv", "budget": "2048", "metrics": {"accuracy": {"value": 0.2}}},
-    ],
-}
+
+
+def row(method, budget, value):
+    found = {"value": value, "se": 0.01, "se_seeds": None, "low": value - 0.02, "high": value + 0.02, "n": 30}
+    return {"label": method, "method": method, "budget": budget, "metrics": {"accuracy": found}}
+
+
+GROUP = {"task": "aime24", "rows": [row("snapkv", "1024", 0.125), row("snapkv", "2048", 0.25)]}
 
 
 @pytest.fixture
 def entries(monkeypatch):
-    found = [ENTRY, {**ENTRY, "table": "Table 2", "budget": 512}, {**ENTRY, "task": "math500"}]
-    monkeypatch.setattr(papers, "reported", lambda: found)
+    changes = ({}, {"table": "table2", "budget": "512"}, {"task": "math500"})
+    found = tuple(PaperNumber(**{**ENTRY, **change}) for change in changes)
+    monkeypatch.setattr(papers, "numbers", lambda: found)
 
 
-def test_ours_has_the_same_method_and_budget(entries):
-    found = papers.beside(GROUP)
-    assert [(one["table"], one["ours"]) for one in found] == [("Table 1", {"value": 0.2}), ("Table 2", None)]
+def test_ours_has_the_same_method_and_budget_and_the_paper_s_unit(entries):
+    first, second = papers.beside(GROUP)
+    assert (first["value"], first["ours"]["value"], first["ours"]["se"], first["ours"]["n"]) == (
+        34.6,
+        25,
+        1,
+        30,
+    )
+    assert first["ours"]["se_seeds"] is None and second["ours"] is None
     assert papers.beside({"task": "passkey", "rows": []}) == []
 
 
-def test_an_experiment_shows_its_own_table(entries):
-    assert [one["table"] for one in papers.beside(GROUP, "tri/table1")] == ["Table 1"]
+def test_shares_stay_shares(monkeypatch):
+    monkeypatch.setattr(papers, "numbers", lambda: (PaperNumber(**{**ENTRY, "value": 0.339}),))
+    assert papers.beside(GROUP)[0]["ours"]["value"] == 0.25
+
+
+@pytest.mark.parametrize("experiment", ["tri/table1", "tri/table1_small"])
+def test_an_experiment_shows_its_own_table(experiment, entries):
+    assert [one["table"] for one in papers.beside(GROUP, experiment)] == ["table1"]
     assert len(papers.beside(GROUP, "tri/other")) == 2
 
 
-def test_the_stored_numbers_have_every_field():
-    for entry in papers.reported():
-        assert set(papers.SHOWN) | {"task"} <= set(entry)
+def test_a_method_without_a_budget_stands_beside_any(monkeypatch):
+    monkeypatch.setattr(papers, "numbers", lambda: (PaperNumber(**{**ENTRY, "method": "full"}),))
+    group = {"task": "aime24", "rows": [row("full", "full", 0.5)]}
+    assert papers.beside(group)[0]["ours"]["value"] == 50

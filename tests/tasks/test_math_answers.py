@@ -261,26 +261,21 @@ def test_published_solutions_have_their_answers_and_no_others():
 
 
 @pytest.mark.skipif(not DATA, reason="KVEXP_DATA_DIR is not set")
-def test_equality_agrees_with_math_verify_on_published_answers():
-    """On each answer against itself and against others; where we are stricter on purpose, that is said."""
+@pytest.mark.parametrize("step", [8, pytest.param(1, marks=pytest.mark.slow)])
+def test_equality_agrees_with_math_verify_on_published_answers(step):
+    """On every `step`-th answer: against itself, against the one before it, and with its number changed."""
     from math_verify import parse, verify
 
     with gzip.open(Path(DATA) / "math500" / "test.jsonl.gz", "rt", encoding="utf-8") as lines:
-        answers = [json.loads(line)["answer"] for line in lines][::4]
+        answers = [json.loads(line)["answer"] for line in lines][::step]
     read = [parse(f"${answer}$", parsing_timeout=None) for answer in answers]
     for i, answer in enumerate(answers):
-        assert same_answer(answer, answer)
-        for j in (i, (i + 1) % len(answers)):
+        for j in (i, i - 1):
             theirs = verify(read[j], read[i], timeout_seconds=None)
-            assert same_answer(answers[j], answer) == theirs or (answer, answers[j]) in STRICTER, (
-                answer,
-                answers[j],
-            )
+            assert same_answer(answers[j], answer) == theirs, (answer, answers[j])
+        assert same_answer(answer, answer)
         value = number(clean(answer))
         if value is not None:
             other = str(value.value + 1)
             assert not same_answer(other, answer)
             assert not verify(read[i], parse(f"${other}$", parsing_timeout=None), timeout_seconds=None)
-
-
-STRICTER: tuple[tuple[str, str], ...] = ()

@@ -7,11 +7,20 @@ from torch import Tensor
 from kvexp_kernels.backend import fused
 from kvexp_kernels.lookup import cells, reference
 from kvexp_kernels.lookup.cells import Cells
+from kvexp_kernels.lookup.joint_lists import JointLists
 from kvexp_kernels.lookup.lists import InvertedLists
 from kvexp_kernels.lookup.reference import quantise_keys
 from kvexp_kernels.lookup.two_level import TwoLevelIndex
 
-__all__ = ["Cells", "InvertedLists", "TwoLevelIndex", "lookup_flat", "lookup_two_level", "quantise_keys"]
+__all__ = [
+    "Cells",
+    "InvertedLists",
+    "JointLists",
+    "TwoLevelIndex",
+    "lookup_flat",
+    "lookup_two_level",
+    "quantise_keys",
+]
 
 
 def lookup_flat(x: Tensor, keys: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:

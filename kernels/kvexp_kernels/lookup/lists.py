@@ -42,7 +42,7 @@ class InvertedLists:
         arrays = (index.keys.numpy(), index.entries.numpy(), held)
         # Into the cells of the index, and not into those that FAISS would find.
         self._lists.add_core(len(keys), *(faiss.swig_ptr(array) for array in arrays))
-        self.centres = _view(faiss, self._quantiser.get_xb(), (cells, width))
+        self.centres = view(faiss, self._quantiser.get_xb(), (cells, width))
 
     @staticmethod
     def suits(keys: Tensor) -> bool:
@@ -55,8 +55,8 @@ class InvertedLists:
         lists, width, held = self._lists.invlists, self._lists.d, [self.centres]
         for cell in range(self._lists.nlist):
             size = lists.list_size(cell)
-            held.append(_view(self._faiss, lists.get_codes(cell), (size, 2 * width)).view(torch.float16))
-            held.append(_view(self._faiss, lists.get_ids(cell), (size,)))
+            held.append(view(self._faiss, lists.get_codes(cell), (size, 2 * width)).view(torch.float16))
+            held.append(view(self._faiss, lists.get_ids(cell), (size,)))
         return held
 
     def search(self, x: Tensor, probe: int = 16) -> tuple[Tensor, int]:
@@ -92,6 +92,6 @@ class InvertedLists:
             self._faiss.omp_set_num_threads(before)
 
 
-def _view(faiss: Any, pointer: Any, shape: tuple[int, ...]) -> Tensor:
+def view(faiss: Any, pointer: Any, shape: tuple[int, ...]) -> Tensor:
     """The memory behind a pointer of FAISS as a tensor, not copied."""
     return torch.from_numpy(faiss.rev_swig_ptr(pointer, int(np.prod(shape)))).view(shape)

@@ -40,7 +40,7 @@ class DenseLayer(PlacedLayer):
         self._room: Room | None = None  # where the own rows stand, if there may be more
         self._at = 0  # rows of the room before the own ones
         self._base = 0  # how many of them, the latest, are those of all sources; 0: those stand elsewhere
-        self._alone = False  # nobody else reads the room
+        self._alone = False  # nobody else reads the room, and it was made to be filled again and again
 
     def update(
         self,
@@ -78,7 +78,7 @@ class DenseLayer(PlacedLayer):
                 room = end if self.rows == 0 else end + spare(end)
                 self._move_out()
                 self._room = Room.of((self.keys, self.values), (key_states, value_states), self.rows, room)
-                self._alone = True
+                self._alone = self.rows > 0
             self._at = self._base = 0
         written = self._room.rows(self._at + self.rows, self._at + end)
         for rows, new in zip(written, (key_states, value_states), strict=True):

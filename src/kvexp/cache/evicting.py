@@ -192,6 +192,8 @@ class EvictingLayer(DenseLayer):
         self.tracks = {name: self._grown_track(x).gather(2, indices) for name, x in self.tracks.items()}
         self.keys, self.values = gather_compact([self.keys, self.values], indices)
         self.rows, self.start = rows, 0
+        assert self._room is not None
+        self._room.enter(self, self._at + rows)
 
     def rewrite(self, keys: torch.Tensor | None = None, values: torch.Tensor | None = None) -> None:
         """Hold other keys or values for the same rows."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvexp.attention.devices import layer_devices
 from kvexp.budget import Budget
 from kvexp.calibration.store import Store
 from kvexp.crew.crew import ALONE, Crew
@@ -19,6 +22,8 @@ from kvexp.tasks.base import TaskSet, Trace, TraceSource
 from kvexp.tasks.evaluate import LabelEvaluation
 from kvexp.tasks.session import Session
 from kvexp.tasks.texts import load_texts
+
+log = logging.getLogger(__name__)
 
 
 def draw_traces(
@@ -111,7 +116,11 @@ def prepare(
 
         with store.samples({**source, **method.sample_knobs()}, keep_samples) as samples:
             runner = Runner(context, traces, samples, make_trainer, batch_size, seed, work, crew)
-            return method.prepare(loaded.model, runner, budget)
+            begun, used = time.perf_counter(), time.process_time()
+            memory = method.prepare(loaded.model, runner, budget)
+            taken = time.perf_counter() - begun, time.process_time() - used
+            log.info("calibrated in %.2f s, %.2f s of CPU on each of %d", *taken, crew.world)
+            return memory
 
     memory, folder, built = store.get(name, facts, memory_class.load, build)
-    return memory.to(loaded.device), folder, built
+    return memory.to(layer_devices(loaded.model)), folder, built

@@ -53,7 +53,8 @@ class Launch:
         from lightning.pytorch.strategies import DDPStrategy
 
         strategy: Any = self.trainer.strategy
-        if not issubclass(type(strategy), DDPStrategy) or strategy.launcher.is_interactive_compatible:
+        started = type(strategy.launcher).__name__
+        if not issubclass(type(strategy), DDPStrategy) or started != "_SubprocessScriptLauncher":
             raise UserError("several processes work as trainer.strategy=ddp alone: set it, or devices=1")
         environment = strategy.cluster_environment
         try:

@@ -19,6 +19,7 @@ from typing import Any
 
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a minute without a sign of life
 JOIN_SECONDS = 600  # processes of a crew start together
+HELLO_SECONDS = 10  # until a process that calls has said who it is
 
 
 class LineLost(ConnectionError):
@@ -29,7 +30,6 @@ class _End:
     """One end of a connection: whole messages out and in."""
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in KEEPALIVE.items():
             if hasattr(socket, name):
@@ -46,9 +46,10 @@ class _End:
         """Return the next message, None at the end of the line."""
         try:
             row = self._lines.readline()
-        except OSError:
+            message = json.loads(row) if row.endswith(b"\n") else None
+        except (OSError, ValueError):
             return None
-        return json.loads(row) if row.endswith(b"\n") else None
+        return message if isinstance(message, dict) else None
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -114,11 +115,18 @@ class Hub:
     def wait(self) -> None:
         """Wait until every rank has called."""
         while len(self._inboxes) < self.world - 1:
-            end = _End(self._server.accept()[0])
+            try:
+                connection = self._server.accept()[0]
+            except TimeoutError as error:
+                here = len(self._inboxes) + 1
+                raise LineLost(f"{here} of {self.world} processes came within {JOIN_SECONDS} s") from error
+            connection.settimeout(HELLO_SECONDS)
+            end = _End(connection)
             hello = end.receive() or {}
             if hello.get("token") != self._token:
                 end.close()
                 continue
+            connection.settimeout(None)
             who = f"rank {hello['rank']} (process {hello['pid']} on {hello['host']})"
             self._inboxes[int(hello["rank"])] = _Inbox(end, partial(self._lost, who))
         self._server.close()
@@ -144,7 +152,9 @@ class Caller:
     """The end of another rank; `lost` is called when rank 0 is gone."""
 
     def __init__(self, host: str, port: int, token: str, rank: int, lost: Callable[..., None]) -> None:
-        self._end = _End(socket.create_connection((host, port), JOIN_SECONDS))
+        connection = socket.create_connection((host, port), JOIN_SECONDS)
+        connection.settimeout(None)
+        self._end = _End(connection)
         self._end.send({"token": token, "rank": rank, "pid": os.getpid(), "host": socket.gethostname()})
         self._inbox = _Inbox(self._end, lost)
 

@@ -11,6 +11,7 @@ from kvexp.evaluation.length import held_tokens, warn_of_length
 from kvexp.evaluation.shares import score_batches
 from kvexp.measure.answered import Answered
 from kvexp.measure.decay import prefix_decay
+from kvexp.measure.state_error import errors_by_layer
 from kvexp.measure.timing import Stopwatch
 from kvexp.measure.usage import added, cache_usage
 from kvexp.methods.baseline.full import Full
@@ -56,6 +57,12 @@ def answer(
     usage = cache_usage(loaded.model, cache, len(context), nominal)
     usage = added(usage, others) | facts_of(memory)
     fidelity = fidelity_summary(samples, decay) if settings.fidelity else None
+    whole = memory is not None and memory.manifest.get("parts", 1) == 1  # so that its context fits the model
+    if fidelity is not None and settings.method.family == "memory" and whole:
+        asked = [[*d.query_ids, *d.expected_ids] for d in task.documents[:DECAY_QUERIES]]
+        fidelity["by_layer"] = errors_by_layer(
+            settings.method, loaded.model, context, memory, asked, settings.batch_size
+        )
     return Answered(label_metrics(samples), usage, fidelity, session.decoded, task.data_sha256)
 
 

@@ -7,14 +7,16 @@ would give.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from kvexp.attention.function import Call
 from kvexp.cache.dense import DenseLayer
 from kvexp.cache.source import State
+from kvexp.methods.memory.collect import encode_chunks, forward
 from kvexp.methods.memory.lookup import LayerLookup
 from kvexp_kernels.merge_states import merge_states
 
@@ -36,7 +38,9 @@ class StateErrorMeter:
         self.layers: dict[int, LayerError] = {index: LayerError() for index in lookups}
 
     def __call__(self, layer: DenseLayer, call: Call, before: list[State], local: State) -> None:
-        """Observe one layer; padded tokens are left out."""
+        """Observe one layer; padded tokens are left out, and so are layers without a memory."""
+        if call.layer_index not in self.lookups:
+            return
         index, lookup = call.layer_index, self.lookups[call.layer_index]
         query = lookup.key_queries(call, layer.q_positions)
         real = call.padding.at(layer.q_slots)
@@ -64,3 +68,23 @@ class StateErrorMeter:
     def log_z_errors(self) -> list[float]:
         """Mean absolute error of log Z of each layer, in nats."""
         return [error.log_z / error.tokens for error in self.layers.values()]
+
+
+def errors_by_layer(
+    method: Any, model: Any, context: Any, memory: Any, queries: Sequence[Sequence[int]], batch_size: int
+) -> dict[str, list[float]]:
+    """Return `relative_error` (of the merged output) and `log_z_error` (nats) of each layer with a memory.
+
+    The context is encoded whole and the token ids of `queries` run behind it, so it has to fit the model.
+    """
+    [cache] = encode_chunks(method, model, context, count=1)
+    meter = StateErrorMeter(
+        {index: LayerLookup(layer, model, index, method, {}) for index, layer in memory.layers.items()}
+    )
+    with method.attach(model), torch.no_grad():
+        for at in range(0, len(queries), batch_size):
+            fork = cache.fork()
+            fork.observe(meter)
+            forward(model, fork, queries[at : at + batch_size])
+    found = {"relative_error": meter.relative_errors(), "log_z_error": meter.log_z_errors()}
+    return {name: [round(value, 4) for value in values] for name, values in found.items()}

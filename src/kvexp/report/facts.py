@@ -6,6 +6,7 @@ same items, with Holm's correction over all rows of the group for one metric.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,17 @@ from kvexp.report.items import Items, Record
 from kvexp.report.significance import holm, verdict
 
 MIB = 2**20
+WORDS = {
+    "kl": "KL from full (nats)",
+    "top1_agreement": "top-1 agreement",
+    "f1": "F1",
+    "macro_f1": "macro F1",
+    "macro_f1_calibrated": "macro F1 calibrated",
+    "nll": "NLL",
+    "nll_full": "NLL of full",
+    "logprob": "log-probability",
+    "log_z_error": "error of log Z (nats)",
+}
 COSTS: Mapping[str, Callable[[Record], float | None]] = {
     "peak_rows": lambda r: r["cache"]["entries_peak"],
     "kv_tokens": lambda r: r["cache"]["kv_token_equivalents"],
@@ -38,6 +50,10 @@ def group_facts(group: Group, items: Items) -> dict[str, Any]:
     parts = [name for name in names if "[" in name]
     shown = headlines(group.grid)
     ordered = [*(name for name in shown if name in plain), *(n for n in plain if n not in shown)]
+    higher = {n: m["higher_is_better"] for r in complete for n, m in r["metrics"].items()}
+    told = [_row(row, [*ordered, *parts], items) for row in rows]
+    for name in names:
+        _add_interval([row["metrics"][name] for row in told if name in row["metrics"]], higher[name])
     return {
         "title": group.title,
         "task": group.grid.task,
@@ -48,8 +64,8 @@ def group_facts(group: Group, items: Items) -> dict[str, Any]:
         "context": _range(r["cache"]["context_tokens"] for r in complete),
         "full_mib": _range(round(r["cache"]["bytes_full"] / MIB, 1) for r in complete),
         "metrics": ordered,
-        "higher": {n: m["higher_is_better"] for r in complete for n, m in r["metrics"].items()},
-        "rows": [_row(row, [*ordered, *parts], items) for row in rows],
+        "higher": higher,
+        "rows": told,
         "parts": parts,
         "differences": [d for name in shown for d in _differences(group, name, items)],
     }
@@ -78,6 +94,19 @@ def _row(row: Row, metrics: Sequence[str], items: Items) -> dict[str, Any]:
         "steps": {name: mean_of(row.records, _step(name)) for name in STEPS},
         "curves": _curves(row.records),
     }
+
+
+def _add_interval(entries: Sequence[dict[str, Any]], higher: bool) -> None:
+    """Add `low` and `high`: 1.96 of the larger standard error around each value of one score.
+
+    An interval does not leave the range of the score: none below 0 where no value is, nor above 1 for shares.
+    """
+    values = [one["value"] for one in entries]
+    least = 0.0 if min(values) >= 0 else -math.inf
+    most = 1.0 if least == 0 and higher and max(values) <= 1 else math.inf
+    for one in entries:
+        error = 1.96 * max(one["se"] or 0.0, one["se_seeds"] or 0.0)
+        one["low"], one["high"] = max(least, one["value"] - error), min(most, one["value"] + error)
 
 
 def _differences(group: Group, metric: str, items: Items) -> list[dict[str, Any]]:
@@ -146,3 +175,8 @@ def _range(values: Any) -> list[float]:
     """Return the smallest and the largest, one number where they are equal, nothing where there is none."""
     found = sorted(set(values))
     return [found[0], found[-1]] if len(found) > 1 else found
+
+
+def words(name: str) -> str:
+    """Return a score's name for people."""
+    return WORDS.get(name, name.replace("_", " "))

@@ -20,8 +20,12 @@ def markdown(data: Mapping[str, Any]) -> str:
         parts += [f"## {_escaped(group['title'])}", _results(group)]
         if group["differences"]:
             parts += ["Differences to full, on the same items:", _differences(group), _holm(group)]
-        if group["papers"]:
-            parts += ["What papers report, in *italics*, for their models and settings:", _papers(group)]
+        every = data["experiment"] is not None
+        if group["papers"] and (every or any(one["ours"] for one in group["papers"])):
+            parts += [
+                "What papers report, for their models and settings, beside ours:",
+                _papers(group, every),
+            ]
     if data["missing"]:
         parts += [f"## Cells of {data['experiment']} without a run", _list(data["missing"])]
     if data["problems"]:
@@ -119,17 +123,24 @@ def _holm(group: Mapping[str, Any]) -> str:
     return f"Holm's correction is over the {count} rows of one score; nothing is claimed above the 5 % level."
 
 
-def _papers(group: Mapping[str, Any]) -> str:
-    heads = ["paper", "model", "method", "budget", "score", "*paper*", "ours", "our items", "note"]
+def _papers(group: Mapping[str, Any], every: bool) -> str:
+    """Return the papers' numbers that have a row of ours beside them, or all of them."""
+    heads = ["paper", "model", "method", "budget", "score", "*paper*", "ours", "our row", "our items", "note"]
+    shown = [one for one in group["papers"] if every or one["ours"]]
     rows = []
-    for one in group["papers"]:
+    for one in shown:
         ours = one["ours"] or {}
         named = [f"{one['paper']}, {one['table']}", one["model"], one["method"], one["budget"], one["metric"]]
-        note = "; ".join(filter(None, (one["setting"], one["note"])))
-        values = [f"{one['value']}", score(one["ours"]), str(ours.get("n", "–"))]
-        rows.append([*(str(word if word is not None else "–") for word in named), *values, note])
-    text = table(heads, rows)
-    return text
+        form = ".1f" if ours and ours["value"] > 1 else ".3f"
+        values = [
+            f"{one['value']}",
+            score(one["ours"], form),
+            ours.get("label", "–"),
+            str(ours.get("n", "–")),
+        ]
+        rows.append([*named, *values, "; ".join(filter(None, (one["setting"], one["note"])))])
+    more = len(group["papers"]) - len(shown)
+    return table(heads, rows) + (f"\n\n{more} more of this task have no row of ours." if more else "")
 
 
 def score(entry: Mapping[str, Any] | None, form: str = ".3f") -> str:

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
+from kvexp.report.averages import means
 from kvexp.report.collect import KINDS, Collected
 from kvexp.report.colours import palette
 from kvexp.report.details import memory_of
-from kvexp.report.facts import COSTS, group_facts
+from kvexp.report.facts import COSTS, WORDS, group_facts
 from kvexp.report.groups import Group
 from kvexp.report.items import Items, Record
 from kvexp.report.papers import beside
@@ -59,7 +60,8 @@ def page_data(
         "folders": list(folders),
         "summary": ", ".join(said),
         "palette": palette([record["choices"]["method"] for record in records]),
-        "groups": facts,
+        "words": WORDS,
+        "groups": [*means(facts), *facts],
         "cells": cells,
         "problems": [vars(problem) for problem in collected.problems],
         "kinds": dict(KINDS),

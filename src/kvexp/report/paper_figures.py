@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvexp.report.facts import words
 from kvexp.report.figures import pyplot, saved
 from kvexp.specs import slug
 
 Group = Mapping[str, Any]
 Row = Mapping[str, Any]
 MARKERS = "osD^Pv"
+SPREAD = 8  # the largest over the smallest value from which an axis is logarithmic
 LINE_INCHES = 0.24  # height of one row of a figure with a row for each method
 COSTS = (
     ("memory", "kv_tokens", "storage, KV-token equivalents"),
@@ -81,32 +83,31 @@ def _by_budget(group: Group, metric: str, rows: Sequence[Row], looks: Any, path:
     for label in dict.fromkeys(row["label"] for row in rows):
         mine = [row for row in rows if row["label"] == label]
         swept = [row for row in mine if row["budget"] != "full"]
-        values, errors = _values(swept, metric)
         if swept:
             at = [int(row["budget"]) for row in swept]
-            axis.errorbar(at, values, yerr=errors, label=label, capsize=2, markersize=5, **looks[label])
-        for row in mine:
-            if row["budget"] == "full":
-                (value,), (error,) = _values([row], metric)
-                colour = looks[label]["color"]
-                axis.axhline(value, color=colour, linestyle="--", linewidth=1.2, label=label)
-                axis.axhspan(value - error, value + error, color=colour, alpha=0.08, linewidth=0)
+            _bars(axis, at, [row["metrics"][metric] for row in swept], looks[label], label)
+        for entry in (row["metrics"][metric] for row in mine if row["budget"] == "full"):
+            colour = looks[label]["color"]
+            axis.axhline(entry["value"], color=colour, linestyle="--", linewidth=1.2, label=label)
+            axis.axhspan(entry["low"], entry["high"], color=colour, alpha=0.08, linewidth=0)
     axis.set_xscale("log", base=2)
     at = sorted({int(row["budget"]) for row in rows if row["budget"] != "full"})
     axis.set_xticks(at, [f"{budget:,}" for budget in at])
     axis.set_xlabel("budget, rows per layer and head")
-    axis.set_ylabel(_words(metric))
+    _score_axis(axis, group, metric, rows)
     return _finished(figure, axis, group, path)
 
 
 def _by_row(group: Group, metric: str, rows: Sequence[Row], looks: Any, path: Path) -> Path:
     figure, axis = pyplot().subplots(figsize=(6.4, 1.2 + LINE_INCHES * len(rows)))
-    values, errors = _values(rows, metric)
-    order = sorted(range(len(rows)), key=lambda i: values[i], reverse=not group["higher"][metric])
-    for at, i in enumerate(order):
-        axis.errorbar(values[i], at, xerr=errors[i], capsize=2, markersize=5, **looks[rows[i]["label"]])
-    axis.set_yticks(range(len(rows)), [_named(rows[i]) for i in order])
-    axis.set_xlabel(_words(metric))
+    higher = group["higher"][metric]
+    order = sorted(rows, key=lambda row: row["metrics"][metric]["value"], reverse=not higher)
+    for at, row in enumerate(order):
+        entry, style = row["metrics"][metric], looks[row["label"]]
+        axis.plot([entry["low"], entry["high"]], [at, at], color=style["color"], linewidth=1.5)
+        axis.plot(entry["value"], at, markersize=5.5, **style)
+    axis.set_yticks(range(len(order)), [_named(row) for row in order])
+    axis.set_xlabel(words(metric))
     return _finished(figure, axis, group, path, legend=False)
 
 
@@ -114,23 +115,19 @@ def _against(
     group: Group, metric: str, rows: Sequence[Row], looks: Any, cost: str, title: str, path: Path
 ) -> Path:
     figure, axis = pyplot().subplots(figsize=(6.4, 4.2))
-    values, errors = _values(rows, metric)
     told: set[str] = set()
-    for row, value, error in zip(rows, values, errors, strict=True):
+    for row in rows:
         label = row["label"] if row["label"] not in told else None
         told.add(row["label"])
-        style = looks[row["label"]]
-        at = row["cost"][cost]
-        axis.errorbar(at, value, yerr=error, linestyle="", label=label, capsize=2, markersize=5, **style)
-    best = front(
-        [(row["cost"][cost], value) for row, value in zip(rows, values, strict=True)], group["higher"][metric]
-    )
+        style = {**looks[row["label"]], "linestyle": ""}
+        _bars(axis, [row["cost"][cost]], [row["metrics"][metric]], style, label)
+    found = [(row["cost"][cost], row["metrics"][metric]["value"]) for row in rows]
+    best = front(found, group["higher"][metric])
     axis.step(*zip(*best, strict=True), where="post", color="#5a6470", linestyle=":", linewidth=1.2, zorder=0)
-    spread = [row["cost"][cost] for row in rows]
-    if max(spread) > 8 * min(spread):
-        axis.set_xscale("log")
+    if max(found)[0] > SPREAD * min(found)[0]:
+        _logarithmic(axis, "x")
     axis.set_xlabel(title)
-    axis.set_ylabel(_words(metric))
+    _score_axis(axis, group, metric, rows)
     return _finished(figure, axis, group, path)
 
 
@@ -143,9 +140,8 @@ def _differences(group: Group, paired: Sequence[Mapping[str, Any]], looks: Any, 
         axis.plot(one["value"], at, markersize=5.5, markerfacecolor=face, **style)
     axis.axvline(0, color="#5a6470", linewidth=1)
     axis.set_yticks(range(len(paired)), [_named(one) for one in reversed(paired)])
-    axis.set_xlabel(
-        f"difference to full in {_words(paired[0]['metric'])}; filled: shown after Holm's correction"
-    )
+    metric = words(paired[0]["metric"])
+    axis.set_xlabel(f"difference to full in {metric}\nfilled: shown after Holm's correction")
     return _finished(figure, axis, group, path, legend=False)
 
 
@@ -159,19 +155,34 @@ def front(points: Sequence[tuple[float, float]], higher: bool) -> list[tuple[flo
     return found
 
 
-def _values(rows: Sequence[Row], metric: str) -> tuple[list[float], list[float]]:
-    """Return scores, and half the length of their 95 % bars."""
-    entries = [row["metrics"][metric] for row in rows]
-    errors = [1.96 * max(one["se"] or 0, one["se_seeds"] or 0) for one in entries]
-    return [one["value"] for one in entries], errors
+def _bars(axis: Any, at: Sequence[float], entries: Sequence[Row], style: Any, label: str | None) -> None:
+    values = [one["value"] for one in entries]
+    below = [one["value"] - one["low"] for one in entries]
+    above = [one["high"] - one["value"] for one in entries]
+    axis.errorbar(at, values, yerr=[below, above], label=label, capsize=2, markersize=5, **style)
+
+
+def _score_axis(axis: Any, group: Group, metric: str, rows: Sequence[Row]) -> None:
+    """Name the vertical axis; scores that are better low (KL, NLL) may span decades."""
+    values = [row["metrics"][metric]["value"] for row in rows]
+    if not group["higher"][metric] and 0 < min(values) * SPREAD < max(values):
+        _logarithmic(axis, "y")
+    axis.set_ylabel(words(metric))
+
+
+def _logarithmic(axis: Any, which: str) -> None:
+    """Make an axis logarithmic, with plain numbers at 1, 2 and 5."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    getattr(axis, f"set_{which}scale")("log")
+    along = getattr(axis, f"{which}axis")
+    along.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    along.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    along.set_minor_formatter(NullFormatter())
 
 
 def _named(row: Mapping[str, Any]) -> str:
     return row["label"] if row["budget"] == "full" else f"{row['label']}, {int(row['budget']):,}"
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def _finished(figure: Any, axis: Any, group: Group, path: Path, legend: bool = True) -> Path:

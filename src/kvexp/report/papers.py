@@ -1,48 +1,42 @@
-"""Numbers that papers report, to stand beside ours: `papers.yaml`, one entry for each number.
-
-An entry has `paper, table, model, task, method, budget, metric, value, setting, source, note`; the value is
-as the paper prints it.
-"""
+"""Numbers that papers report, beside ours: those of a group's task, or of one table of an experiment."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
-from importlib import resources
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-import yaml
+from kvexp.report.paper_numbers import PaperNumber, numbers
 
-FILE = "papers.yaml"
-SHOWN = ("paper", "table", "model", "method", "budget", "metric", "value", "setting", "source", "note")
-
-
-@functools.cache
-def reported() -> Sequence[Mapping[str, Any]]:
-    """Return every number, none where the file is absent."""
-    file = resources.files(__package__).joinpath(FILE)
-    return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else []
+PER_CENT = 100
+SMALL = "_small"  # the twin of a preset, for a small model
 
 
 def beside(group: Mapping[str, Any], experiment: str | None = None) -> list[dict[str, Any]]:
     """Return the papers' numbers for a group's task, with ours where a row has the same method and budget.
 
-    With an experiment such as "asm/table2" only those of its table, where there are any.
+    With an experiment such as "asm/table2" (or its small twin) only those of its table, where there are any.
+    Ours are shown per cent where the paper prints per cent.
     """
-    mine = [entry for entry in reported() if entry.get("task") == group["task"]]
-    named = [entry for entry in mine if _named(entry) == experiment]
-    return [
-        {**{key: entry.get(key) for key in SHOWN}, "ours": _ours(entry, group)} for entry in named or mine
-    ]
+    preset = (experiment or "").removesuffix(SMALL)
+    mine = [entry for entry in numbers() if entry.task == group["task"]]
+    named = [entry for entry in mine if entry.preset == preset]
+    return [{**asdict(entry), "ours": _ours(entry, group)} for entry in named or mine]
 
 
-def _named(entry: Mapping[str, Any]) -> str:
-    return f"{entry.get('paper')}/{entry.get('table')}".lower().replace(" ", "")
-
-
-def _ours(entry: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _ours(entry: PaperNumber, group: Mapping[str, Any]) -> dict[str, Any] | None:
     for row in group["rows"]:
-        same_budget = row["budget"] == "full" or str(entry.get("budget")) == row["budget"]
-        if row["method"] == entry.get("method") and same_budget:
-            return row["metrics"].get(entry.get("metric"))
+        found = row["metrics"].get(entry.metric)
+        if row["method"] == entry.method and row["budget"] in (entry.budget, "full") and found:
+            per_cent = entry.value > 1 >= found["value"] >= 0
+            errors = ("value", "se", "se_seeds", "low", "high")
+            return {
+                "label": row["label"],
+                **found,
+                **{name: _times(found[name], per_cent) for name in errors},
+            }
     return None
+
+
+def _times(value: float | None, per_cent: bool) -> float | None:
+    return value * PER_CENT if per_cent and value is not None else value

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -123,7 +122,7 @@ class QueryBatch:
             steps = compiled_steps(self.model)
             if steps is not None:
                 return lambda *step: _scores(steps(*step))
-        return partial(self._forward, keep=1)
+        return lambda cache, ids, mask, positions: self._forward(cache, ids, mask, positions, 1)
 
     def generate(
         self,

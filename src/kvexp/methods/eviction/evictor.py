@@ -91,9 +91,14 @@ class MethodEvictor:
     def usage(self) -> dict[str, Any]:
         """Return what a record says of the rows held: all of them where rows also leave while decoding."""
         summary = self.meter.summary()
-        if self.rows is not None and self.method.during("decode").interval is not None:
+        if self._evicts_later:
             return summary
         return {name: summary[name] for name in ("storage", "entries_peak_prompt", "bytes_peak_prompt")}
+
+    @property
+    def _evicts_later(self) -> bool:
+        """Whether rows also leave while decoding; where they do not, only the prompt's peak is told."""
+        return self.rows is not None and self.method.during("decode").interval is not None
 
     def select(self, indices: torch.Tensor) -> None:
         """Follow the cache to the sequences `indices` of its batch."""
@@ -243,7 +248,7 @@ class MethodEvictor:
         reading, between_chunks = self.phase != "decode", self.phase == "prefill" and not self.closing
         tokens = self.layers[-1].new_rows
         level = tokens if self.dropped == len(self.layers) else 0
-        if not 0 < level <= self.level:
+        if not 0 < level <= self.level and (reading or self._evicts_later):
             self._weigh(reading)
         self.level = level
         if self.phase != "prefill":

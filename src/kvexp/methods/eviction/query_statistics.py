@@ -51,9 +51,11 @@ class QueryStatistics:
         of_moments = sum(moments.nbytes() for moments in self.layers.values())
         return of_moments + sum(r.nbytes for r in self.reconstruction.values())
 
-    def to(self, device: torch.device | str) -> QueryStatistics:
-        """Move every tensor to a device."""
-        self.layers = {index: moments.to(device) for index, moments in self.layers.items()}
+    def to(self, device: torch.device | str | Sequence[torch.device]) -> QueryStatistics:
+        """Move every tensor to a device, or to that of its layer among several."""
+        for index, moments in self.layers.items():
+            place = device if isinstance(device, torch.device | str) else device[index]
+            self.layers[index] = moments.to(place)
         return self
 
     def concentrations(self) -> list[float]:

@@ -11,7 +11,7 @@ from kvexp.attention.function import Call
 from kvexp.attention.rope import rotate
 from kvexp.errors import UserError
 from kvexp.methods.memory.states import LayerMemory
-from kvexp_kernels.lookup import InvertedLists, TwoLevelIndex, lookup_flat
+from kvexp_kernels.lookup import InvertedLists, JointLists, TwoLevelIndex, lookup_flat
 
 TIE = 1e-6  # difference of cosines that float32 cannot tell
 MAX_SHIFT = 3.0  # largest correction of log Z, in nats: beyond it a linear map extrapolates
@@ -56,7 +56,7 @@ class LayerLookup:
         self.counters = counters
         self.entries = memory.keys.shape[1]
         self.wide: list[torch.Tensor] = []  # float32 keys, where the memory's own are something else
-        self.index: Sequence[TwoLevelIndex | InvertedLists] | None = None
+        self.index: Sequence[TwoLevelIndex] | JointLists | None = None
         if method.lookup != "flat":
             cells = method.cells or (64 if self.entries <= 4096 else 128)
             keys = memory.keys.float()
@@ -69,13 +69,13 @@ class LayerLookup:
                         "method.lookup=ivf needs the package faiss-cpu and a model on the CPU: install it, or"
                         " use method.lookup=two_level"
                     )
-                self.index = [InvertedLists(index, k) for index, k in zip(built, keys, strict=True)]
+                self.index = JointLists(built, keys)
                 self.wide = [] if keys.data_ptr() == memory.keys.data_ptr() else [keys]
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors held for lookups; cells have a copy of the keys of their own (ivf: in float16)."""
-        index = self.index or ()
-        return self.memory.used() + self.wide + [t for i in index for t in i.tensors()]
+        parts = [self.index] if isinstance(self.index, JointLists) else self.index or ()
+        return self.memory.used() + self.wide + [t for part in parts for t in part.tensors()]
 
     def key_queries(self, call: Call, positions: torch.Tensor) -> torch.Tensor:
         """Return the queries in the space of the keys, before whitening."""
@@ -87,13 +87,14 @@ class LayerLookup:
         memory = self.memory
         if self.index is None:
             return lookup_flat(x, memory.keys, memory.key_scale)[0]
-        found, scored = zip(
-            *(index.search(part, self.method.probe) for index, part in zip(self.index, x, strict=True)),
-            strict=True,
-        )
-        self._count("keys_scored", sum(scored))
+        probe = self.method.probe
+        if isinstance(self.index, JointLists):
+            nearest, scored = self.index.search(x, probe)
+        else:
+            parts = [index.search(part, probe) for index, part in zip(self.index, x, strict=True)]
+            nearest, scored = torch.stack([found for found, _ in parts]), sum(cost for _, cost in parts)
+        self._count("keys_scored", scored)
         self._count("keys_held", x.shape[0] * x.shape[1] * self.entries)
-        nearest = torch.stack(found)
         if self.method.recall:
             self._compare(x, nearest)
         return nearest

@@ -11,6 +11,7 @@ import torch
 
 from kvexp.attention import families
 from kvexp.attention.attach import attention_modules
+from kvexp.attention.devices import first_matrix, layer_devices
 from kvexp.attention.options import options_of
 from kvexp.cache.dense import DenseLayer
 from kvexp.cache.kv_cache import KVCache, row_bytes
@@ -61,9 +62,10 @@ def prepare(method: Any, model: Any, calibration: Any, budget: Any) -> StateMemo
         )  # fmt: skip
     caches = encode_chunks(method, model, calibration.context, count)
     store = collected(method, model, caches, calibration)
+    devices = layer_devices(model)
 
     def build(layer: int) -> dict[str, torch.Tensor]:
-        built = LayerBuilder(method, store, layer, grouping, k, calibration.seed, model.device).build()
+        built = LayerBuilder(method, store, layer, grouping, k, calibration.seed, devices[layer]).build()
         return stored(built, model.dtype, method.entries == "int8").tensors
 
     made = calibration.spread(store.layers, build, "clustering layers")
@@ -95,9 +97,7 @@ def identity(method: Any, model: Any) -> dict[str, Any]:
 @torch.no_grad()
 def weights(model: Any) -> str:
     """Return 16 hex digits over a few rows of the embedding and of one projection of each layer."""
-    projections = (
-        next((p for p in module.parameters() if p.dim() == 2), None) for module in attention_modules(model)
-    )
+    projections = (first_matrix(module) for module in attention_modules(model))
     some = hashlib.sha256()
     for matrix in (model.get_input_embeddings().weight, *projections):
         if matrix is not None:
@@ -120,17 +120,24 @@ def row_numbers(model: Any) -> int:
 
 def collected(method: Any, model: Any, caches: list[KVCache], calibration: Any) -> SampleStore:
     """Return the samples of the calibration's traces over encoded chunks."""
-    q_heads, _, d, dv = dims(model)
-    layers = [i for i, layer in enumerate(caches[-1].layers) if layer.window is None]
-    fields = {"q": (q_heads, d), "a": (q_heads, dv), "s": (q_heads,)}
-    if method.slope:
-        fields["slope"] = (q_heads, d)
-    dtype = torch.float64 if model.dtype == torch.float64 else getattr(torch, method.samples)
+    layers, shapes, dtype = fields(method, model, caches[-1])
 
     def start(folder: Path) -> Collector:
-        return Collector(method, model, caches, SampleStore.create(folder, layers, fields, dtype))
+        return Collector(method, model, caches, SampleStore.create(folder, layers, shapes, dtype))
 
     return SampleStore.merge(calibration.collect(start, calibration.traces, "collecting states"))
+
+
+def fields(
+    method: Any, model: Any, cache: KVCache
+) -> tuple[list[int], dict[str, tuple[int, ...]], torch.dtype]:
+    """Return the layers that are sampled, the shape of a sample's fields, and their dtype on disk."""
+    q_heads, _, d, dv = dims(model)
+    layers = [i for i, layer in enumerate(cache.layers) if layer.window is None]
+    shapes: dict[str, tuple[int, ...]] = {"q": (q_heads, d), "a": (q_heads, dv), "s": (q_heads,)}
+    if method.slope:
+        shapes["slope"] = (q_heads, d)
+    return layers, shapes, torch.float64 if model.dtype == torch.float64 else getattr(torch, method.samples)
 
 
 def window_rows(cache: KVCache) -> dict[int, dict[str, torch.Tensor]]:
@@ -171,6 +178,7 @@ def virtual_cache(method: Any, model: Any, context: Any, memory: StateMemory) ->
     refuse_mismatch(memory.manifest, {"context": Context.of(context).key})
     counters: dict[str, int] = {}
     backend, layers = options_of(model).backend, []
+    memory = memory.to(layer_devices(model))
     for index, window in enumerate(families.layer_windows(model.config.get_text_config())):
         if window is not None:
             layers.append(_sliding(memory.rows[index], memory.seen, window, backend))

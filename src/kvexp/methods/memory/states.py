@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -76,11 +77,16 @@ class StateMemory:
         held += [rows[name] for rows in self.rows.values() for name in ("keys", "values")]
         return sum(t.numel() * t.element_size() for t in held)
 
-    def to(self, device: torch.device | str) -> StateMemory:
-        """Move every tensor to a device."""
-        for layer in self.layers.values():
-            layer.tensors = {name: t.to(device) for name, t in layer.tensors.items()}
-        self.rows = {i: {name: t.to(device) for name, t in rows.items()} for i, rows in self.rows.items()}
+    def to(self, device: torch.device | str | Sequence[torch.device]) -> StateMemory:
+        """Move every tensor to a device, or to that of its layer among several."""
+
+        def moved(index: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            place = device if isinstance(device, torch.device | str) else device[index]
+            return {name: t.to(place) for name, t in tensors.items()}
+
+        for index, layer in self.layers.items():
+            layer.tensors = moved(index, layer.tensors)
+        self.rows = {index: moved(index, rows) for index, rows in self.rows.items()}
         return self
 
     def save(self, folder: Path) -> None:

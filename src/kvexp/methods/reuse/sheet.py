@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kvexp.attention.devices import compute_device
 from kvexp.attention.families import layer_windows
 from kvexp.attention.options import options_of
 from kvexp.attention.rerotate import Angles, Pair, Rotary
@@ -55,7 +56,7 @@ class Sheet:
 
     def _assembled(self, index: int) -> Pair:
         placed: Pair | None = None
-        device = next(self.model.base_model.layers[index].parameters()).device
+        device = compute_device(self.model.base_model.layers[index])
         for piece in self.pieces:
             rows = [x.to(device) for x in self.rotary.ordered(*piece.chunk.rows(index))]  # [H, n, D]
             if placed is None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kvexp.attention.devices import compute_device
 from kvexp.attention.families import layer_windows
 from kvexp.attention.options import options_of
 from kvexp.cache.chunk_store import Chunk, ChunkStore
@@ -102,7 +103,7 @@ class Encoder:
             if before is None:
                 layers.append(RecordingLayer(window=window, backend=backend))
                 continue
-            device = next(self.model.base_model.layers[index].parameters()).device
+            device = compute_device(self.model.base_model.layers[index])
             keys, values = (x.to(device)[None] for x in before.rows(index))
             positions = torch.arange(len(prefix))[None]
             layers.append(filled(keys, values, positions, window, backend, len(prefix), RecordingLayer))

@@ -70,13 +70,7 @@ function withErrors(entry, digits = 3) {
   return out;
 }
 
-function words(name) {
-  const known = { kl: "KL from full (nats)", top1_agreement: "top-1 agreement", f1: "F1", nll: "NLL", macro_f1: "macro F1" };
-  return known[name] ?? name.replaceAll("_", " ");
-}
-
-/** The larger of the two standard errors: over items, and over seeds. */
-function spread(entry) { return Math.max(entry.se ?? 0, entry.se_seeds ?? 0); }
+function words(name) { return DATA.words[name] ?? name.replaceAll("_", " "); }
 
 function plural(count, one, many = one + "s") { return `${amount(count)} ${count === 1 ? one : many}`; }
 

@@ -11,7 +11,7 @@ function budgetColumn() {
 function resultTable(group) {
   const shape = shapes(group), shown = group.metrics.slice(0, 4);
   const method = { name: "label", title: "method", left: true, wide: true, value: (row) => row.label, show: (row) => {
-    const name = el("span", { class: "named" }, mark(row.method, shape[row.label]), opener(row.cells[0], row.label));
+    const name = el("span", { class: "named" }, mark(row.method, shape[row.label]), row.cells.length ? opener(row.cells[0], row.label) : row.label);
     if (row.failed.length) name.append(el("span", { class: "tag bad", title: row.failed.join("\n") }, `${row.failed.length} failed`));
     return name;
   } };
@@ -19,7 +19,7 @@ function resultTable(group) {
   const costs = COST_COLUMNS.map(([name, title]) => ({ name, title, value: (row) => row.cost[name], show: (row) => amount(row.cost[name]) }));
   const seeds = group.seeds.length > 1 ? [{ name: "seeds", title: "seeds", value: (row) => row.seeds.length, show: (row) => row.seeds.length }] : [];
   const found = table([method, budgetColumn(), ...seeds, ...scores, ...costs], group.rows, { caption: "Results" });
-  const note = `± is the standard error over items${group.seeds.length > 1 ? ", then that over seeds" : ""}. A name opens its first run.`;
+  const note = `± is the standard error over items${group.seeds.length > 1 ? ", then that over seeds" : ""}. ${group.rows.some((row) => row.cells.length) ? "A name opens its first run." : "The mean is unweighted over tasks, of each task's first score."}`;
   return el("div", {}, found.whole, el("p", { class: "soft small" }, note));
 }
 
@@ -41,27 +41,37 @@ function differenceTable(group, state) {
   return [el("h2", {}, `Differences to full in ${words(state.metric)}`), table(columns, rows, { caption: "Differences to full" }).whole, el("p", { class: "soft small" }, note)];
 }
 
+const FEW = 8; // as many rows of what is beside the point stand open
+
+/** A table under a heading that folds it away. */
+function folded(title, open, ...content) { return el("details", { open }, el("summary", {}, title), ...content); }
+
 function calibrationTable(group) {
   if (!group.calibration.length) return null;
   const skip = new Set(["label", "method", "budget", "cell", "seed"]);
   const keys = [...new Set(group.calibration.flatMap((row) => Object.keys(row)))].filter((key) => !skip.has(key));
   const columns = [text("label", "method", { wide: true, show: (row) => opener(row.cell, row.label) }), budgetColumn(), { name: "seed", title: "seed", value: (row) => row.seed, show: (row) => row.seed }];
   columns.push(...keys.map((name) => ({ name, title: words(name), value: (row) => row[name], show: (row) => amount(row[name]) })));
-  return [el("h2", {}, "Calibration"), table(columns, group.calibration, { caption: "Calibration" }).whole];
+  return [folded(`Calibration (${plural(group.calibration.length, "run")})`, group.calibration.length <= FEW, table(columns, group.calibration, { caption: "Calibration" }).whole)];
 }
 
+/** What papers print, beside ours where a row has the same method and budget; the rest is folded away. */
 function paperTable(group) {
   if (!group.papers.length) return null;
   const columns = [
-    text("paper", "paper", { show: (row) => el("span", { class: "paper", title: row.source ?? null }, [row.paper, row.table].filter(Boolean).join(", ")) }),
-    text("model", "model"), text("method", "method"), { ...budgetColumn(), show: (row) => row.budget ?? "–" }, text("metric", "score", { show: (row) => words(row.metric) }),
+    text("paper", "paper", { show: (row) => el("span", { class: "paper", title: row.source }, `${row.paper}, ${row.table}`) }),
+    text("model", "model"), text("method", "method"), budgetColumn(), text("metric", "score", { show: (row) => words(row.metric) }),
     { name: "value", title: "paper", value: (row) => row.value, show: (row) => el("span", { class: "paper" }, String(row.value)) },
-    { name: "ours", title: "ours", value: (row) => row.ours?.value ?? null, show: (row) => withErrors(row.ours) },
+    { name: "ours", title: "ours", value: (row) => row.ours?.value ?? null, show: (row) => withErrors(row.ours, row.ours?.value > 1 ? 1 : 3) },
+    { name: "row", title: "our row", left: true, value: (row) => row.ours?.label ?? null, show: (row) => row.ours?.label ?? "–" },
     { name: "n", title: "our items", value: (row) => row.ours?.n ?? null, show: (row) => amount(row.ours?.n) },
-    text("setting", "setting", { wide: true }), text("note", "note", { wide: true }),
+    text("setting", "setting and notes", { wide: true, show: (row) => el("span", { class: "small" }, [row.setting, row.note].filter(Boolean).join("; ")) }),
   ];
-  const note = "Papers' numbers are of their models and settings; ours are of the model above, where a row has the same method and budget.";
-  return [el("h2", {}, "What papers report"), table(columns, group.papers, { caption: "What papers report" }).whole, el("p", { class: "soft small" }, note)];
+  const known = group.papers.filter((row) => row.ours), rest = group.papers.filter((row) => !row.ours);
+  const parts = [el("h2", {}, "What papers report")];
+  if (known.length) parts.push(table(columns, known, { caption: "What papers report, beside ours" }).whole);
+  if (rest.length) parts.push(folded(`${plural(rest.length, "number")} of this task without a row of ours`, !known.length && rest.length <= FEW, table(columns, rest, { caption: "What papers report" }).whole));
+  return [...parts, el("p", { class: "soft small" }, "Papers' numbers, in italics, are of their models and settings; ours are of the model above, where a row has the same method and budget.")];
 }
 
 function showCells(place) {

@@ -38,16 +38,11 @@ function looks(group) {
 
 function points(group, metric, hidden) {
   const rows = group.rows.filter((row) => row.metrics[metric] && !hidden.has(row.label));
-  const values = rows.map((row) => row.metrics[metric].value);
-  // An interval does not leave the range of the score: none below 0 where no score is, nor above 1 for shares.
-  const least = values.every((v) => v >= 0) ? 0 : -Infinity;
-  const most = least === 0 && group.higher[metric] && values.every((v) => v <= 1) ? 1 : Infinity;
   return rows.map((row) => {
-    const entry = row.metrics[metric], error = 1.96 * spread(entry);
-    const low = Math.max(least, entry.value - error), high = Math.min(most, entry.value + error);
+    const { value, low, high, n } = row.metrics[metric];
     return {
-      label: row.label, budget: row.budget, rows: Number(row.budget) || null, value: entry.value, low, high, n: entry.n, ...row.cost,
-      is: rowName(row), said: `${number(entry.value)} (${number(low)} to ${number(high)})`,
+      label: row.label, budget: row.budget, rows: Number(row.budget) || null, value, low, high, n, ...row.cost,
+      is: rowName(row), said: `${number(value)} (${number(low)} to ${number(high)})`,
     };
   });
 }
@@ -179,17 +174,20 @@ function steps(group, hidden) {
 
 /** A line for each row, over positions of generated text or over layers. */
 function curves(group, along, what, title, hidden) {
-  const { color } = looks(group), data = [];
+  const { color, shape } = looks(group), data = [];
   for (const row of group.rows) for (const name of what) {
     if (hidden.has(row.label)) continue;
     (row.curves[along][name] ?? []).forEach((value, at) => data.push({ label: row.label, budget: row.budget, name: words(name), value, at, line: `${row.label} ${row.budget} ${name}` }));
   }
-  const x = { field: "at", type: "quantitative", title: along === "by_layer" ? "layer" : "generated token", axis: { grid: false, tickMinStep: 1 } };
+  const x = { field: "at", type: "quantitative", title: along === "by_layer" ? "layer" : "generated token", axis: { grid: false, tickMinStep: 1 }, scale: { nice: false } };
   const y = { field: "value", type: "quantitative", title, scale: { zero: false, nice: true } };
   const tooltip = [{ field: "label", title: "method" }, { field: "budget" }, { field: "name", title: "what" }, { field: "at" }, { field: "value", format: ".4f" }];
+  const budgets = [...new Set(data.map((point) => point.budget))].sort((a, b) => Number(a) - Number(b));
+  const opacity = { field: "budget", type: "ordinal", sort: budgets, scale: { domain: budgets, range: budgets.map((_, at) => 0.4 + 0.6 * (at + 1) / budgets.length) } };
   const strokeDash = { field: "name", scale: { domain: what.map(words), range: [[1, 0], [4, 3]] } };
   return { data: { values: data }, layer: [
-    { mark: { type: "line", strokeWidth: 1.8 }, encoding: { x, y, color, detail: { field: "line" }, ...(what.length > 1 ? { strokeDash } : {}) } },
+    { mark: { type: "line", strokeWidth: 1.8 }, encoding: { x, y, color, opacity, detail: { field: "line" }, ...(what.length > 1 ? { strokeDash } : {}) } },
+    { transform: [{ filter: "datum.at % 4 === 0" }], mark: { type: "point", filled: true, size: 36 }, encoding: { x, y, color, shape, opacity } },
     { mark: { type: "point", size: 60, opacity: 0 }, encoding: { x, y, color, tooltip } },
   ] };
 }

@@ -12,10 +12,10 @@ from kvexp.prompt import Context
 
 
 @pytest.fixture
-def bench(script, monkeypatch: pytest.MonkeyPatch):
+def bench(part, monkeypatch: pytest.MonkeyPatch):
     """The script, which sets no threads for the tests that follow."""
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    return script("bench_prefill")
+    return part("prefill")
 
 
 def test_ratios_are_taken_within_a_repeat(bench) -> None:
@@ -82,8 +82,8 @@ def test_lists_are_read(bench) -> None:
             bench.lists_of([word])
 
 
-def test_contexts_are_cut_to_a_length(script) -> None:
-    prompts = script("prefill_prompts")
+def test_contexts_are_cut_to_a_length(part) -> None:
+    prompts = part("prompts")
     context = Context((1, 2), ((3, 4, 5), (6, 7, 8), (9,)))
     assert prompts.cut(context, 6) == Context((1, 2), ((3, 4, 5), (6,)))
     assert prompts.cut(context, 5) == Context((1, 2), ((3, 4, 5),))
@@ -91,8 +91,8 @@ def test_contexts_are_cut_to_a_length(script) -> None:
     assert prompts.cut(context, 99) == context
 
 
-def test_text_is_cut_into_units(script) -> None:
-    prompts = script("prefill_prompts")
+def test_text_is_cut_into_units(part) -> None:
+    prompts = part("prompts")
     text = iter(range(1000))
     context = prompts.in_units(text, (5, 5, 5), 300)
     assert [len(chunk) for chunk in context.chunks] == [128, 128, 41]
@@ -104,7 +104,7 @@ def test_what_was_measured_is_written(bench, words) -> None:
     """The header and two units and a bit; every method takes all of them from the store."""
     arguments = ["lengths=288", "batches=1,2", "shares=0.1", "repeats=2", "methods=agentkvshift,reposition"]
     assert bench.main([*arguments, *words]) == 0
-    folder = Path(words[-1].removeprefix("output_dir=")) / "bench_prefill" / "tiny-llama"
+    folder = Path(words[-1].removeprefix("output_dir=")) / "bench" / "prefill" / "tiny-llama"
     for batch in (1, 2):
         found = json.loads((folder / f"288x{batch}.json").read_text())
         rows = {row["method"]: row for row in found["rows"]}

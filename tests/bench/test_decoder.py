@@ -9,9 +9,9 @@ import helpers
 from kvexp.errors import UserError
 
 
-def test_steps_are_those_of_the_model(script, words) -> None:
+def test_steps_are_those_of_the_model(part, words) -> None:
     """Tokens fed one by one behind a prompt leave the logits of one forward over all of them."""
-    one = script("decoding").Decoder(["method=full", *words]).read(20)
+    one = part("decoder").Decoder(["method=full", *words]).read(20)
     ids = [*islice(one.text(), 20)]
     with one.attached():
         for _ in range(3):
@@ -21,21 +21,21 @@ def test_steps_are_those_of_the_model(script, words) -> None:
     assert (one.cache.seen, one.rows()) == (23, 23)
 
 
-def test_held_bytes_are_those_of_buffers(script, words) -> None:
+def test_held_bytes_are_those_of_buffers(part, words) -> None:
     """19 rows are read, and the 20th finds room for 20 + 64: 84 in 3 layers and 2 heads, 16 numbers each."""
-    one = script("decoding").Decoder(["method=full", *words]).read(20)
+    one = part("decoder").Decoder(["method=full", *words]).read(20)
     assert one.held() == 84 * 3 * 2 * 16 * 2 * 4
     assert one.cache.nbytes() == 20 * 3 * 2 * 16 * 2 * 4
 
 
-def test_prompts_of_a_batch_differ(script, words) -> None:
-    one = script("decoding").Decoder(["method=full", *words]).read(20, count=3)
+def test_prompts_of_a_batch_differ(part, words) -> None:
+    one = part("decoder").Decoder(["method=full", *words]).read(20, count=3)
     assert one.cache.batch == 3
     assert not torch.equal(one.logits[0], one.logits[1])
 
 
-def test_cells_take_turns(script, words) -> None:
-    decoding = script("decoding")
+def test_cells_take_turns(part, words) -> None:
+    decoding = part("decoder")
     cells = {
         name: decoding.Decoder([f"method={name}", "budget=24", *words]).read(24) for name in ("full", "h2o")
     }
@@ -45,8 +45,8 @@ def test_cells_take_turns(script, words) -> None:
     assert watch.percentiles("h2o") is not None
 
 
-def test_numbers_are_told_from_words(script) -> None:
-    numbers_of, known = script("decoding").numbers_of, {"bytes": 1, "steps": 2}
+def test_numbers_are_told_from_words(part) -> None:
+    numbers_of, known = part("decoder").numbers_of, {"bytes": 1, "steps": 2}
     words = ["memory", "bytes=64M", "model=tiny-llama"]
     assert numbers_of(words, known) == ({"bytes": 64 << 20, "steps": 2}, ["memory", "model=tiny-llama"])
     assert numbers_of(["steps=3k", "bytes=7"], known)[0] == {"bytes": 7, "steps": 3072}

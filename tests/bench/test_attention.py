@@ -22,9 +22,9 @@ def samples(tmp_path: Path) -> Path:
     return tmp_path / "samples"
 
 
-def test_a_step_is_attention_merged_with_what_was_looked_up(script, samples, tmp_path) -> None:
+def test_a_step_is_attention_merged_with_what_was_looked_up(part, samples, tmp_path) -> None:
     pytest.importorskip("faiss")
-    bench = script("bench_lookup")
+    bench = part("attention")
     store = SampleStore.merge(sorted(samples.glob("rank-*")))
     books = [bench.Books(store, 2, 0, "pooled", 256, tmp_path)]
     assert books[0].keys.shape == (2, 256, 16) and books[0].cells == 8
@@ -39,8 +39,8 @@ def test_a_step_is_attention_merged_with_what_was_looked_up(script, samples, tmp
         assert ways[way](0).shape == (1, 6, 1, 16)
 
 
-def test_keys_beyond_the_real_ones_have_the_spread_of_samples(script) -> None:
-    bench = script("bench_lookup")
+def test_keys_beyond_the_real_ones_have_the_spread_of_samples(part) -> None:
+    bench = part("attention")
     g = torch.Generator().manual_seed(0)
     c = F.normalize(torch.randn(20, 8, generator=g), dim=-1) * 10
     x = c[torch.randint(20, (4000,), generator=g)] + 0.1 * torch.randn(4000, 8, generator=g)
@@ -51,8 +51,8 @@ def test_keys_beyond_the_real_ones_have_the_spread_of_samples(script) -> None:
     assert torch.equal(bench.resampled(c, x, 20), c)
 
 
-def test_exponents_are_slopes_in_logarithms(script) -> None:
-    bench = script("bench_lookup")
+def test_exponents_are_slopes_in_logarithms(part) -> None:
+    bench = part("attention")
     rows = [
         {"layout": "pooled", "length": k, "us": {"sdpa": [0, 2.0 * k, 0], "ivf": [0, 5.0 * k**0.5, 0]}}
         for k in (1024, 4096, 8192)
@@ -61,12 +61,12 @@ def test_exponents_are_slopes_in_logarithms(script) -> None:
     assert found["pooled"] == pytest.approx({"sdpa": 1.0, "ivf": 0.5}) and "group" not in found
 
 
-def test_what_was_found_is_printed_and_written(script, samples, tmp_path, capsys) -> None:
+def test_what_was_found_is_printed_and_written(part, samples, tmp_path, capsys) -> None:
     pytest.importorskip("faiss")
-    bench = script("bench_lookup")
+    bench = part("attention")
     words = [f"samples={samples}", "layouts=pooled", "lengths=64,128", "layers=0", "rounds=2", "kv_heads=2"]
     assert bench.main([*words, f"output_dir={tmp_path}"]) == 0
-    found = json.loads((tmp_path / "bench_lookup" / "found.json").read_text())
+    found = json.loads((tmp_path / "bench" / "attention" / "found.json").read_text())
     assert [row["length"] for row in found["rows"]] == [64, 128]
     assert set(found["rows"][0]["us"]) == {"sdpa", "folded", "flat", "two_level", "ivf"}
     assert "K = 128 real" in capsys.readouterr().out

@@ -1,6 +1,6 @@
 """What TriAttention's scores cost: one dot product beside 17 cosines, and a prune beside decoding.
 
-    python scripts/bench_scoring.py [repeats=5] [model=NAME] [budget=2048] [method=triattention ...]
+    python -m kvexp.bench scoring [repeats=5] [model=NAME] [budget=2048] [method=triattention ...]
         [store_dir=PATH] [output_dir=outputs]
 
 The words are those of `python -m kvexp`; by default triattention_plus on the embedded model. `budget` rows
@@ -13,14 +13,13 @@ are read, then `repeats` intervals are decoded a token a step; each ends with a 
              intervals); as shares of that: scoring, the whole prune, copying rows to where new ones have
              room, and what the evictor does in the other steps
 
-JSON goes to OUTPUT_DIR/bench_scoring/MODEL.json.
+JSON goes to OUTPUT_DIR/bench/scoring/MODEL.json.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,10 +28,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from decoding import Decoder, numbers_of
 
-from kvexp.cache.dense import DenseLayer
+from kvexp.bench.decoder import Decoder, numbers_of
 from kvexp.cache.evicting import EvictingLayer
+from kvexp.cache.room import Room
 from kvexp.errors import UserError
 from kvexp.measure.timing import Stopwatch
 from kvexp.methods.eviction import evictor as mechanism
@@ -45,7 +44,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "score": (triscore, "score"),
     "choose": (mechanism, "choose"),
     "keep": (EvictingLayer, "keep"),
-    "room": (DenseLayer, "_grown"),  # compacted rows have none, so that the next ones copy them
+    "room": (Room, "of"),  # a new buffer, where rows that stay have no room for others
 }
 PARTS = ("score", "z_score", "choose", "keep")  # of a prune; what is left of it is bookkeeping
 SCORE_GOAL, PRUNE_GOAL, RATIO_GOAL = 0.005, 0.04, 30
@@ -62,12 +61,16 @@ def main(arguments: Sequence[str]) -> int:
     calls: dict[int, Any] = {}
     spent = [decoded(one, interval, calls) for _ in range(numbers["repeats"])]
     views = [View(layer, call, one.cache.evictor, place) for place, (layer, call) in sorted(calls.items())]
-    found = {"words": list(arguments), "threads": torch.get_num_threads(), "model": one.loaded.name}
+    found: dict[str, Any] = {
+        "words": list(arguments),
+        "threads": torch.get_num_threads(),
+        "model": one.loaded.name,
+    }
     found |= {"rows": one.rows(), "forms": forms(one.method, views, numbers["repeats"])}
     found["prune"] = shares(spent)
     print(f"{one.loaded.name}, {len(views)} layers, {one.rows()} rows, {found['threads']} threads")
     show(found["forms"], found["prune"], interval)
-    path = one.settings.output_dir / "bench_scoring" / f"{one.settings.model.label}.json"
+    path = one.settings.output_dir / "bench" / "scoring" / f"{one.settings.model.label}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return 0
@@ -160,10 +163,3 @@ def show(found: dict[str, float], prune: dict[str, float], interval: int) -> Non
         f" {PRUNE_GOAL:.0%}), room for new rows {prune['room_share']:.2%}, evictor in the other steps"
         f" {prune['other_share']:.2%}"
     )
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as error:
-        sys.exit(f"bench_scoring: {error}")

@@ -1,6 +1,6 @@
 """Attention of one decoding step by a memory, beside full attention over the prefix that it stands for.
 
-    python scripts/bench_lookup.py samples=FOLDER [layouts=pooled,group,shared] [lengths=4096,8192,16384]
+    python -m kvexp.bench attention samples=FOLDER [layouts=pooled,group,shared] [lengths=4096,8192,16384]
         [layers=4,10,20] [rounds=15] [local=128] [recall=0.995] [kv_heads=3] [output_dir=outputs]
 
 FOLDER holds collected states (`calibration.keep_samples=true` leaves one in STORE_DIR/samples-*). Of its
@@ -12,8 +12,8 @@ centroids of the samples; beyond, centroids of 4,096 plus the offset of a random
 One thread, batch 1, each layer with buffers of its own, turn about in one process. Timed per layer (CPU time;
 median, and a quarter of the rounds below and above): torch's attention over K rows (`sdpa`; `folded` takes
 the query heads of a KV head as a block), and for `flat`, `two_level` and `ivf` the whole step of a memory:
-attention to `local` rows, lookup, reading the entry, merge. JSON goes to OUTPUT_DIR/bench_lookup/found.json,
-centroids are kept beside it.
+attention to `local` rows, lookup, reading the entry, merge. JSON goes to
+OUTPUT_DIR/bench/attention/found.json, centroids are kept beside it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import json
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -41,7 +40,7 @@ from kvexp.methods.memory.lookup import LayerLookup
 from kvexp.methods.memory.states import LayerMemory
 from kvexp.stats import kmeans
 from kvexp.stats.samples import SampleStore
-from kvexp_kernels.lookup import InvertedLists, TwoLevelIndex
+from kvexp_kernels.lookup import JointLists, TwoLevelIndex
 from kvexp_kernels.merge_states.reference import merge_states
 
 DEFAULTS = {"layouts": "pooled,group,shared", "lengths": "4096,8192,16384", "layers": "4,10,20"}
@@ -69,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     torch.manual_seed(0)
     store = SampleStore.merge(sorted(Path(options["samples"]).glob("rank-*")))
     layers = [int(layer) for layer in options["layers"].split(",")]
-    folder = Path(options["output_dir"]) / "bench_lookup"
+    folder = Path(options["output_dir"]) / "bench" / "attention"
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for layout in options["layouts"].split(","):
@@ -124,8 +123,7 @@ class Books:
         lookup = LayerLookup(LayerMemory(self.grouping, tensors), None, 0, ASM(probe=probe), {})
         if way != "flat":  # clustered once for all ways
             own = [replace(index, keys=index.keys.clone()) for index in self.index]
-            lists = [InvertedLists(*pair) for pair in zip(own, tensors["keys"], strict=True)]
-            lookup.index = lists if way == "ivf" else own
+            lookup.index = JointLists(own, tensors["keys"]) if way == "ivf" else own
         return lookup
 
 
@@ -241,10 +239,3 @@ def show(row: dict[str, Any]) -> None:
             f" {row['us']['sdpa'][1] / middle:5.2f} times as long{text}",
             flush=True,
         )
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as error:
-        sys.exit(f"bench_lookup: {error}")

@@ -1,0 +1,57 @@
+"""The command `python -m kvexp.bench`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from kvexp.errors import UserError, suggest
+
+PARTS = {
+    "attention": "a step of ASM's attention by lookup, beside full attention over the prefix it stands for",
+    "decode": "tokens a second, beside transformers' generate, and kvpress with --against kvpress",
+    "memory": "rows and bytes held behind a prompt and behind its answer",
+    "prefill": "prefill with reused units, beside full recompute",
+    "quantised": "tokens a second with rows in few bits, beside rows in full",
+    "scoring": "what TriAttention's scores and prunes cost",
+}
+HELP = ("-h", "--help", "help")
+
+
+def words_of(arguments: Sequence[str]) -> list[str]:
+    """Return the words after the part; `--key value` is `key=value`."""
+    words, rest = [], iter(arguments)
+    for word in rest:
+        if word.startswith("--") and word not in HELP:
+            key, _, value = word[2:].partition("=")
+            word = f"{key}={value or next(rest, '')}"
+            if word.endswith("="):
+                raise UserError(f"--{key} has no value: write {key}=VALUE behind the part")
+        words.append(word)
+    return words
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a part, or say what there is; an error is one sentence."""
+    if not arguments or arguments[0] in HELP:
+        lines = [f"    {part:10} {text}" for part, text in PARTS.items()]
+        print("python -m kvexp.bench PART [key=value ...]; PART --help says more", *lines, sep="\n")
+        return 0
+    part = arguments[0]
+    try:
+        if part not in PARTS:
+            raise UserError(f"{part} is no part{suggest(part, PARTS)}: choose one of {', '.join(PARTS)}")
+        words = words_of(arguments[1:])
+        module = import_module(f"kvexp.bench.{part}")
+        if set(words) & set(HELP):
+            print(module.__doc__)
+            return 0
+        return int(module.main(words))
+    except UserError as error:
+        print(f"kvexp.bench: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

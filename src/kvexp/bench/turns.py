@@ -1,0 +1,49 @@
+"""Times of sides that take turns in one process."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def clock() -> float:
+    """Seconds of this process with one thread on a CPU, else of the wall."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    single = torch.get_num_threads() == 1 and not torch.cuda.is_available()
+    return time.process_time() if single else time.perf_counter()
+
+
+def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds that `run` took, and what it returned."""
+    start = clock()
+    result = run()
+    return clock() - start, result
+
+
+def spread(values: Sequence[float]) -> list[float]:
+    """Median, least and most."""
+    return [statistics.median(values), min(values), max(values)]
+
+
+def taken(sides: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Run all sides in turn, once each to warm up; return the seconds that each block says it took."""
+    for run in sides.values():
+        run()
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(repeats):
+        for name, run in sides.items():
+            seconds[name].append(run())
+    return seconds
+
+
+def written(settings: Any, part: str, report: dict[str, Any]) -> None:
+    """Write what a part found to OUTPUT_DIR/bench/PART/MODEL.json."""
+    path = settings.output_dir / "bench" / part / f"{settings.model.label}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
