@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-Parse = Callable[[Sequence[str]], "list[Override]"]
+Parse = Callable[[list[str]], "list[Override]"]
 
 
 def cells(
