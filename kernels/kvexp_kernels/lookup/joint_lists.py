@@ -36,7 +36,8 @@ class JointLists:
         self._centres = np.zeros((books, self.cells, width), np.float32)
         self._offset = np.arange(books)[:, None, None] * self.cells  # of a codebook's lists among all
         self._first = np.arange(books)[:, None] * entries  # and of its entries
-        self._held = np.array([len(index.centres) for index in indices])
+        self._held = [len(index.centres) for index in indices]
+        self._short = [book for book, held in enumerate(self._held) if held < self.cells]
         self._quantiser = faiss.IndexFlatIP(width)  # asked nothing: lists are named by the caller
         half, product = faiss.ScalarQuantizer.QT_fp16, faiss.METRIC_INNER_PRODUCT
         total = books * self.cells
@@ -69,14 +70,14 @@ class JointLists:
         books, count, width = rows.shape
         probe = min(probe, self.cells)
         near = rows @ self._centres.transpose(0, 2, 1)  # [C, n, M]
-        for book in np.flatnonzero(self._held < self.cells):
+        for book in self._short:
             near[book, :, self._held[book] :] = -np.inf
         chosen = np.argpartition(near, -probe, axis=-1)[..., -probe:] + self._offset
         flat, chosen = rows.reshape(-1, width), chosen.reshape(-1, probe)
         stats: Any = self._faiss.cvar.indexIVF_stats
         before = stats.ndis
         score, entry = self._scan(flat, chosen, COMPARED)
-        scored = stats.ndis - before + count * int(self._held.sum())
+        scored = stats.ndis - before + count * sum(self._held)
         found = self._best(flat, entry)
         if (tied := score[:, 0] == score[:, -1]).any():  # there may be more of them
             every = self._scan(flat[tied], chosen[tied], len(self._keys) // books)[1]

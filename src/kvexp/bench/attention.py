@@ -41,7 +41,7 @@ from kvexp.methods.memory.states import LayerMemory
 from kvexp.stats import kmeans
 from kvexp.stats.samples import SampleStore
 from kvexp_kernels.lookup import JointLists, TwoLevelIndex
-from kvexp_kernels.merge_states.reference import merge_states
+from kvexp_kernels.merge_states import merge_states
 
 DEFAULTS = {"layouts": "pooled,group,shared", "lengths": "4096,8192,16384", "layers": "4,10,20"}
 DEFAULTS |= {
