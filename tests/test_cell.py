@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvexp.cell import canonical, cell_hash, knobs
+from kvexp.cli import settings_of
 
 _values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -63,3 +64,9 @@ def test_what_is_not_plain_data_is_refused(value: object) -> None:
 def test_only_a_dataclass_instance_has_knobs() -> None:
     with pytest.raises(TypeError, match="no knobs"):
         knobs(_Method)
+
+
+def test_compiled_steps_are_another_cell() -> None:
+    words = ["model=tiny-llama", "logger=none"]
+    cells = [settings_of([*words, f"model.compiled={value}"])[0].cell for value in ("false", "true")]
+    assert settings_of(words)[0].cell == cells[0] != cells[1]

@@ -32,6 +32,14 @@ def words_of(arguments: Sequence[str]) -> list[str]:
     return words
 
 
+def _quiet() -> None:
+    """Without what transformers says of blocks that no token ends, and without its progress bars."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run a part, or say what there is; an error is one sentence."""
     if not arguments or arguments[0] in HELP:
@@ -47,6 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         if set(words) & set(HELP):
             print(module.__doc__)
             return 0
+        _quiet()
         return int(module.main(words))
     except UserError as error:
         print(f"kvexp.bench: {error}", file=sys.stderr)
