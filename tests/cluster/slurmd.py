@@ -114,16 +114,12 @@ class Slurm:
 
     def stop(self) -> None:
         """Cancel what still runs, and end the daemons that were started here, the last first."""
-        subprocess.run(["scancel", "-u", "root"], env=self.environment, timeout=30, check=False)
-        time.sleep(1)
-        for daemon in reversed(self._daemons):
-            daemon.send_signal(signal.SIGTERM)
-            try:
-                daemon.wait(20)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
-        self._daemons.clear()
+        try:
+            subprocess.run(["scancel", "-u", "root"], env=self.environment, timeout=30, check=False)
+            time.sleep(1)
+        finally:
+            while self._daemons:
+                _end(self._daemons.pop())
 
     def run(self, *words: str) -> str:
         """Run a command of Slurm and return what it prints."""
@@ -211,6 +207,18 @@ class Slurm:
                 logs = "".join(path.read_text(errors="replace")[-800:] for path in self.folder.glob("log/*"))
                 raise TimeoutError(f"{what} is not ready after {seconds:.0f} s: {logs}")
             time.sleep(0.1)
+
+
+def _end(daemon: subprocess.Popen[bytes]) -> None:
+    """End a daemon, and kill it where it takes long or the wait is interrupted."""
+    daemon.send_signal(signal.SIGTERM)
+    try:
+        daemon.wait(20)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        daemon.kill()
+        daemon.wait()
 
 
 def _succeeds(command: list[str]) -> bool:
