@@ -104,7 +104,7 @@ def test_samples_are_shared_by_methods_that_collect_the_same(tmp_path, task, loa
     [samples] = tmp_path.glob("samples-*")
     from kvexp.calibration.module import Runner
 
-    monkeypatch.setattr(Runner, "run", lambda *_: pytest.fail("collected again"))
+    monkeypatch.setattr(Runner, "_run", lambda *_: pytest.fail("collected again"))
     fresh, _, built = made(
         tmp_path, loaded, task, ASM(layout="shared", aggregate="mean"), budget=5, keep=True
     )

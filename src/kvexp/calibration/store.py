@@ -53,7 +53,9 @@ class Store:
             try:
                 yield folder
             except BaseException:
-                if self.crew.first and any(folder.iterdir()):
+                if self.crew.first and not any(folder.iterdir()):
+                    folder.rmdir()
+                elif self.crew.first:
                     log.warning(
                         "what was collected stays in %s, and the same command goes on with it", folder
                     )
