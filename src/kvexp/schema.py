@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,8 @@ from kvexp.budget import Budget
 from kvexp.cell import cell_hash, identity
 from kvexp.compose import conf_dir
 from kvexp.errors import UserError, suggest
+from kvexp.fits import refuse_unfit, sampling_of
+from kvexp.repeat import command_of
 from kvexp.specs import (
     CalibrationSpec,
     LoggerSpec,
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 SPLITS = ("test", "validation")
 DATA_VARIABLE = "KVEXP_DATA_DIR"
 _AS_WRITTEN = ("seed", "split", "limit", "fidelity", "batch_size", "resume", "fail_fast", "objective")
-_NO_GRID = {"params": "null", "grid": "[]"}  # of a sweeper, for a launcher that takes a grid of one cell
-_ALONE = ("hydra.mode=RUN", *(f"hydra.sweeper.{key}={none}" for key, none in _NO_GRID.items()))
 Spec = TypeVar("Spec")
 GROUPS = ("model", "method", "task", "calibration", "trainer", "logger")
 
@@ -147,7 +146,7 @@ def validate(config: DictConfig, hydra: DictConfig) -> Settings:
     values = dataclasses.asdict(Config()) | check.fields(Config, plain, "", "the configuration")
     for group in GROUPS:
         _refuse_unusable(group, choices.get(group, ""), values.get(group) or {})
-    return _settings(values, plain, choices, _command(hydra))
+    return _settings(values, plain, choices, command_of(hydra))
 
 
 def _settings(
@@ -157,48 +156,7 @@ def _settings(
     method = instantiate.build("method", choices["method"], values["method"])
     calibration = _spec(CalibrationSpec, "calibration", values, choices).resolved(method)
     task = instantiate.build("task", choices["task"], values["task"])
-    if method.needs_shared_context and not task.shared_context:
-        raise UserError(
-            f"method={choices['method']} serves only tasks with one context for all queries, and"
-            f" {choices['task']} has one for each: take method=full, or a task such as intents"
-        )
-    if method.needs_query and task.kind != "questions":
-        raise UserError(
-            f"method={choices['method']} chooses by the question before it is asked, and"
-            f" task={choices['task']} asks many on one context: take a task of questions, such as locomo, or"
-            " a method that reads none, such as agentkvshift"
-        )
-    if method.needs_units and task.kind != "lm_eval" and not task.has_units:
-        raise UserError(
-            f"method={choices['method']} reuses units of text in other places, and a context of"
-            f" task={choices['task']} is one unit in its own place, so that nothing would be wrong with it:"
-            " take task=locomo or ama_bench with task.k=10, state_change, or a label task such as intents"
-        )
-    if task.kind == "lm_eval" and method.id != "full":
-        raise UserError(
-            f"method={choices['method']} cannot serve task={choices['task']}, whose prompts have no context"
-            " apart from the query: take method=full"
-        )
-    if task.kind == "lm_eval" and values["split"] != "test":
-        raise UserError(
-            "split=validation means nothing to a stock task: leave it out, or name a task of that split"
-        )
-    for key, given in (
-        ("fidelity", values["fidelity"]),
-        ("calibration.empty_prefix", calibration.empty_prefix),
-    ):
-        if task.kind == "lm_eval" and given:
-            raise UserError(f"{key}=true means nothing to task={choices['task']}: leave it out")
-    if values["fidelity"] and task.kind == "questions" and not task.known_answers:
-        raise UserError(
-            f"fidelity=true compares along known answers, and task={choices['task']} has none: leave it out,"
-            " or take task=continuation"
-        )
-    if method.needs_full_layer and not model.full_attention:
-        raise UserError(
-            f"method={choices['method']} needs a layer that attends to the whole context, and every layer of"
-            f" model={choices['model']} has a sliding window: take method=full or another model"
-        )
+    refuse_unfit(model, method, calibration, task, values["fidelity"], values["split"], choices)
     refuse_other_trainer(values["trainer"])
     refuse_partial(values["trainer"])
     _check_values(values)
@@ -210,7 +168,7 @@ def _settings(
         model=model,
         calibration=calibration,
         logger=_spec(LoggerSpec, "logger", values, choices),
-        sampling=_sampling(values, task, choices["task"]),
+        sampling=sampling_of(values, task, choices["task"]),
         method=method,
         task=task,
         calibration_task=_calibration_task(calibration.task),
@@ -235,16 +193,6 @@ def _settings(
 
 def _spec(cls: type[Spec], group: str, values: Mapping[str, Any], choices: Mapping[str, str]) -> Spec:
     return cls(**check.fields(cls, values[group], group, f"{group} {choices[group]}"))
-
-
-def _sampling(values: Mapping[str, Any], task: Task, choice: str) -> SamplingSpec:
-    spec = SamplingSpec(values["temperature"], values["top_p"], values["samples"])
-    if spec != SamplingSpec() and task.kind != "questions":
-        raise UserError(
-            f"temperature, top_p and samples mean nothing to task={choice}, which samples no answers:"
-            " leave them out"
-        )
-    return spec
 
 
 def _corpus(choices: Mapping[str, str], calibration: CalibrationSpec) -> str:
@@ -304,23 +252,3 @@ def _data_dir(written: str | None) -> str | None:
     if not folder.is_dir():
         raise UserError(f"data_dir={found} is not a folder" + ("" if written else f" (from {DATA_VARIABLE})"))
     return str(folder)
-
-
-def _command(hydra: DictConfig) -> str:
-    folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
-    words = [word for folder in folders for word in ("--config-dir", folder)]
-    return shlex.join(["python", "-m", "kvexp", *words, *hydra.overrides.task, *_alone(hydra)])
-
-
-def _alone(hydra: DictConfig) -> list[str]:
-    """Return what makes one cell of a grid that comes from a file a run of its own."""
-    chosen = hydra.runtime.choices
-    if not any(chosen.get(group) for group in ("experiment", "sweep")):
-        return []
-    if said := [word for word in hydra.overrides.hydra if word in _ALONE]:
-        return said
-    if str(hydra.mode).rpartition(".")[2] != "MULTIRUN":
-        return []
-    if not chosen.get("cluster"):
-        return ["hydra.mode=RUN"]
-    return [f"hydra.sweeper.{key}={none}" for key, none in _NO_GRID.items() if key in hydra.sweeper]
