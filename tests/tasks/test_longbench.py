@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 
 import pytest
 
 from kvexp.errors import UserError
 from kvexp.prompt import encode
+from kvexp.tasks import longbench_scores
 from kvexp.tasks.fitting import cut_nearest
 from kvexp.tasks.longbench import NEW_TOKENS, SUBTASKS, LongBench, average, score, templates
 from kvexp.tasks.longbench_scores import METRICS
@@ -142,3 +145,14 @@ def test_the_nearest_cut_keeps_the_whole_prompt(words, context):
 def test_real_data(words):
     loaded = LongBench(n=1, length=2000).load(words, seed=0, data_dir=DATA)
     assert [q.group for q in loaded.questions] == list(SUBTASKS)
+
+
+def test_rouge_closes_no_stream() -> None:
+    from absl.logging import get_absl_handler
+
+    stderr_at_import = io.StringIO()
+    get_absl_handler().python_handler.setStream(stderr_at_import)
+    longbench_scores._rouge.cache_clear()
+    assert scored("samsum", "a b", ("a b",)) == 1.0
+    logging.shutdown()  # as logging.config does with every handler there is
+    assert not stderr_at_import.closed

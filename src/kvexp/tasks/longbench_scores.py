@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 import string
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -88,6 +89,9 @@ def score(subtask: str, answer: str, golds: Sequence[str], classes: Sequence[str
 
 @cache
 def _rouge() -> Any:
+    from absl.logging import get_absl_handler  # which rouge-score imports
     from rouge_score.rouge_scorer import RougeScorer
 
+    # absl holds what stderr was when it was imported, and closes that as soon as somebody configures logging
+    get_absl_handler().python_handler.setStream(sys.__stderr__)
     return RougeScorer(["rougeL"], use_stemmer=False)
