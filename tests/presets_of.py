@@ -77,7 +77,9 @@ def composer() -> Iterator[Any]:
                     assert last in place, f"{key} is no key"
                     place[last] = getattr(value, "text", value)
             runtime = SimpleNamespace(choices=chosen, config_sources=[])
-            node = SimpleNamespace(runtime=runtime, overrides=SimpleNamespace(task=words))
+            node = SimpleNamespace(
+                runtime=runtime, overrides=SimpleNamespace(task=words, hydra=["hydra.mode=RUN"])
+            )
             return schema.validate(OmegaConf.create(config), node)
 
         yield settings
