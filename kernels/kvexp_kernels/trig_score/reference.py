@@ -36,10 +36,13 @@ def trig_score(keys: Tensor, vectors: Tensor, spread: Spread | None = None) -> T
     work = torch.float64 if keys.dtype == torch.float64 else torch.float32
     keys = keys.to(work)
     score = _against(keys, vectors)
-    if spread is None:
-        return score
+    return score if spread is None else score.add_(spread_score(keys, spread))
+
+
+def spread_score(keys: Tensor, spread: Spread) -> Tensor:
+    """Return what `spread` adds to the scores of keys `[B, H, S, D]`, `[B, Hq, S]` in the keys' dtype."""
     if spread.squares:
-        return score + _against(keys.square(), spread.weights)
+        return _against(keys.square(), spread.weights)
     width = 2 * spread.bands
     at = keys.shape[-1] - width if spread.last else 0
     turning = keys[..., at : at + width]
@@ -51,7 +54,7 @@ def trig_score(keys: Tensor, vectors: Tensor, spread: Spread | None = None) -> T
     still = keys[..., :at] if spread.last else keys[..., width:]
     if still.shape[-1]:
         sizes = torch.cat([sizes, still.abs()], dim=-1)
-    return score + _against(sizes, spread.weights)
+    return _against(sizes, spread.weights)
 
 
 def _against(keys: Tensor, vectors: Tensor) -> Tensor:

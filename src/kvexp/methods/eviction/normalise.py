@@ -13,7 +13,8 @@ def z_scores(scores: torch.Tensor, among: torch.Tensor | None) -> torch.Tensor:
     Mean and (population) deviation are over the rows that are `among` [B or 1, N or 1, S] bool, None for all.
     """
     if among is None:
-        among = torch.ones_like(scores, dtype=torch.bool)
+        gap = scores - scores.mean(-1, keepdim=True)
+        return gap / gap.square().mean(-1, keepdim=True).sqrt().clamp(min=CLAMP)
     count = among.sum(-1, keepdim=True).clamp(min=1)
     counted = scores.masked_fill(~among, 0.0)
     gap = (scores - counted.sum(-1, keepdim=True) / count).masked_fill(~among, 0.0)

@@ -25,6 +25,7 @@ from kvexp.attention.bands import Bands, wide
 from kvexp.cache.rows import over_heads
 from kvexp.stats.moments import Moments
 from kvexp_kernels.trig_score import Spread
+from kvexp_kernels.trig_score.reference import spread_score
 
 BLOCK = 1024  # rows whose cosines stand in memory at once
 Norm = Literal["weighted", "unweighted", "variance"]
@@ -118,13 +119,7 @@ def norms(keys: torch.Tensor, moments: Moments, bands: Bands, kind: Norm, scale:
     exp(scale q k) over Gaussian queries (to second order over any) that spread evenly within each band and
     independently between bands. Numbers that do not rotate count as bands of one number each.
     """
-    found = spread(moments, bands, kind, scale)
-    if found.squares:
-        return against(keys.square(), found.weights)
-    turning, still = bands.rotated(keys)
-    size = (turning.real.square() + turning.imag.square()).sqrt()  # far faster than a complex abs()
-    sizes = torch.cat([size, still.abs()], dim=-1)  # of cached keys: |c_f| = s |k_f|
-    return against(sizes, found.weights)
+    return spread_score(keys, spread(moments, bands, kind, scale))
 
 
 def spread(moments: Moments, bands: Bands, kind: Norm, scale: float) -> Spread:

@@ -12,7 +12,6 @@ from kvexp.methods.eviction.adapt import adapted, packed, unpacked
 from kvexp.methods.eviction.normalise import attention_per_query, z_scores
 from kvexp.methods.eviction.selection import over_group
 from kvexp.stats.moments import Moments
-from kvexp_kernels.backend import fused
 from kvexp_kernels.trig_score import trig_score
 
 if TYPE_CHECKING:
@@ -33,29 +32,29 @@ def z_score(method: TriAttention, view: View) -> torch.Tensor:
 def score(method: TriAttention, view: View) -> torch.Tensor:
     """Return how large a logit each row can expect (no 1/sqrt(D)), with what its spread adds, [B, Hq, S]."""
     moments, bands = moments_of(method, view), view.memory.bands[view.layer.index]
-    keys = view.keys if view.keys.dtype == torch.float64 else view.keys.float()
-    batch, _, rows, _ = keys.shape
-    total = keys.new_zeros(batch, moments.mean.shape[-2], rows)
-    if method.trig and method.norm != "none" and method.form != "cosines" and fused(view.keys):
-        vectors = _centre(method, view, moments).to(keys.dtype)
-        total = trig_score(view.keys, vectors, trig.spread(moments, bands, method.norm, view.scale))
+    if method.trig and method.form == "dot":
+        added = None if method.norm == "none" else trig.spread(moments, bands, method.norm, view.scale)
+        total = trig_score(view.keys, _centre(method, view, moments), added)
     else:
-        if method.trig:
-            total = total + _expected(method, view, keys, moments).to(keys.device, keys.dtype)
-        if method.norm != "none":
-            total = total + trig.norms(keys, moments, bands, method.norm, view.scale)
+        total = _in_parts(method, view, moments)
     if method.value_norm:
-        sizes = torch.linalg.vector_norm(view.values.to(keys.dtype), dim=-1)
+        sizes = torch.linalg.vector_norm(view.values.to(total.dtype), dim=-1)
         total = total + over_heads(sizes.clamp(min=SMALLEST).log() / view.scale, total.shape[1])
     return total
 
 
-def _expected(method: TriAttention, view: View, keys: torch.Tensor, moments: Moments) -> torch.Tensor:
-    if method.form == "cosines":
-        bands, upcoming = view.memory.bands[view.layer.index], view.next_position
+def _in_parts(method: TriAttention, view: View, moments: Moments) -> torch.Tensor:
+    """The same by cosines, or without the trigonometric part."""
+    bands = view.memory.bands[view.layer.index]
+    keys = view.keys if view.keys.dtype == torch.float64 else view.keys.float()
+    total = keys.new_zeros(keys.shape[0], moments.mean.shape[-2], keys.shape[2])
+    if method.trig:
         ahead = trig.offsets(method.offsets, method.max_offset)
-        return trig.cosines(keys, view.positions, moments, bands, ahead, upcoming, method.aggregate)
-    return trig.against(keys, _centre(method, view, moments))
+        at = view.positions, moments, bands, ahead, view.next_position, method.aggregate
+        total = total + trig.cosines(keys, *at).to(keys.device, keys.dtype)
+    if method.norm != "none":
+        total = total + trig.norms(keys, moments, bands, method.norm, view.scale)
+    return total
 
 
 def _centre(method: TriAttention, view: View, moments: Moments) -> torch.Tensor:
