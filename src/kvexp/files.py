@@ -61,6 +61,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def read_only(folder: Path, *names: str) -> bool:
+    """Return whether `folder` is there and it, or one of its files that are named, cannot be written to."""
+    present = [path for path in (folder, *(folder / name for name in names)) if path.exists()]
+    return folder.is_dir() and not all(os.access(path, os.W_OK) for path in present)
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove temporary files of killed writers; call it only while holding the folder's lock."""
     for leftover in folder.glob(".*.tmp"):
