@@ -46,8 +46,12 @@ def write_atomic(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if (
+            isinstance(error, OSError) and error.errno and error.filename is None
+        ):  # a disk that is full tells no name
+            error.filename = str(path)
         raise
     sync_folder(path.parent)
 
