@@ -125,6 +125,15 @@ def test_a_file_that_is_missing_or_not_named(words, tmp_path):
             task.load(words, seed=0)
 
 
+def test_a_file_is_checked_before_the_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvexp.model.load_once", lambda *_, **__: pytest.fail("the model was loaded"))
+    path = written(tmp_path / "mine.jsonl", 2 * [{**ROWS[0], "id": "x"}])
+    words = ["task=jsonl", f"task.path={path}", "method=full", "model=tiny-llama", "logger=none"]
+    [settings] = settings_of([*words, f"output_dir={tmp_path / 'out'}"])
+    with pytest.raises(UserError, match=r"lines 1 and 3 of .* have one id, 'x'"):
+        run(settings)
+
+
 def test_a_run_over_a_file_of_one_s_own(tmp_path):
     path = written(tmp_path / "mine.jsonl", ROWS)
     words = ["task=jsonl", f"task.path={path}", "task.max_new_tokens=4", "method=snapkv", "budget=40"]

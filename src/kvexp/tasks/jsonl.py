@@ -88,6 +88,10 @@ class Jsonl(Task):
             notes={"source": str(self.path)},
         )
 
+    def check_data(self) -> None:
+        """See `Task.check_data`."""
+        self._rows()
+
     def data_sha256(self, data_dir: str | None) -> str | None:
         """See `Task.data_sha256`."""
         try:
