@@ -53,6 +53,11 @@ def test_a_complete_cell_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Mo
             patch.setattr(model, name, refuse)
         assert run(settings) == record
     assert samples_of(settings) == samples
+    (settings.run_dir / ".lock").unlink()
+    with monkeypatch.context() as patch:  # a folder that is read-only
+        patch.setattr(os, "access", lambda path, mode: False)
+        assert run(settings) == record
+    assert not (settings.run_dir / ".lock").exists()
     anew = run(cell(tmp_path, "resume=false"))
     assert anew["status"] == "complete" and samples_of(settings) == samples
     assert (settings.run_dir / "old-1/samples.jsonl").read_bytes() == samples

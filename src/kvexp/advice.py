@@ -56,6 +56,9 @@ def no_choice(group: str, choice: str, options: Sequence[str]) -> str:
     extra = [extra for start, extra in _PLUGINS.items() if choice.startswith(start) and choice not in options]
     if extra:
         return f"{group}={choice} needs a plugin that is not installed: pip install 'kvexp[{extra[0]}]'"
+    inside = sorted(name for name in options if name.startswith(f"{choice.rstrip('/')}/")) if choice else []
+    if inside:
+        return f"{group}={choice} names a folder: write {group}={inside[0]}. It holds {', '.join(inside)}"
     said = (
         f"there is no {group} '{choice}'{suggest(choice, options)}" if choice else f"{group}= names nothing:"
     )

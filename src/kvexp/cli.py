@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvexp import advice, cluster, commandline, compose, launched, resolvers, schema, search
 from kvexp.errors import UserError
+from kvexp.failures import file_error, reason
 from kvexp.logs import rank
 from kvexp.plan import write_plan
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        return _say(_reason(error), FAILED)
+        return _say(reason(error), FAILED)
 
 
 def settings_of(words: Sequence[str]) -> list[Settings]:
@@ -147,7 +148,7 @@ def _run(args: argparse.Namespace) -> int:
         with launched.waited_for(runner.note) if submits else nullcontext():
             _call_hydra(args, runner)
     except Exception as error:  # a cell failed in a process that a launcher started, or the launcher did
-        if _file_error(error) is None:
+        if file_error(error) is None:
             log.error("the launcher failed", exc_info=True)
         runner.failures.append(("", error))
     if is_grid and not plan.chosen_first:
@@ -158,7 +159,7 @@ def _run(args: argparse.Namespace) -> int:
     if is_grid:
         return _finish_grid(cells, runner)
     for _, failure in runner.failures:
-        return _say(_reason(failure), WRONG if isinstance(failure, UserError) else FAILED)
+        return _say(reason(failure, cells), WRONG if isinstance(failure, UserError) else FAILED)
     return _finish_grid(cells, runner)
 
 
@@ -169,7 +170,8 @@ def _finish_grid(cells: Sequence[Settings], runner: Runner) -> int:
     if len(cells) > 1:
         log.info("all of it as a page, tables and figures: %s", _report_command(cells))
     for cell, error in runner.failures:
-        _say(f"{cell}: {_reason(error)}" if cell else _reason(error), FAILED)
+        said = reason(error, cells)
+        _say(f"{cell}: {said}" if cell else said, FAILED)
     if not runner.failures:
         return 0
     skipped = f", {runner.skipped} were not started (fail_fast=true)" if runner.skipped else ""
@@ -235,24 +237,6 @@ def _words(words: Sequence[str]) -> Iterator[None]:
             del os.environ["HYDRA_FULL_ERROR"]
         else:
             os.environ["HYDRA_FULL_ERROR"] = full_error
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, UserError):
-        return " ".join(str(error).split())
-    if found := _file_error(error):
-        return f"{found.filename} cannot be used ({found.strerror}): check output_dir and store_dir"
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _file_error(error: BaseException | None) -> OSError | None:
-    """Return what went wrong with a file, also below what Python's logging makes of it."""
-    while error is not None:
-        if isinstance(error, OSError) and error.filename is not None:
-            return error
-        error = error.__cause__
-    return None
 
 
 def _say(sentence: str, code: int) -> int:

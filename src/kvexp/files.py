@@ -46,8 +46,12 @@ def write_atomic(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if (
+            isinstance(error, OSError) and error.errno and error.filename is None
+        ):  # a disk that is full tells no name
+            error.filename = str(path)
         raise
     sync_folder(path.parent)
 
@@ -59,6 +63,12 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_only(folder: Path, *names: str) -> bool:
+    """Return whether `folder` is there and it, or one of its files that are named, cannot be written to."""
+    present = [path for path in (folder, *(folder / name for name in names)) if path.exists()]
+    return folder.is_dir() and not all(os.access(path, os.W_OK) for path in present)
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -7,6 +7,9 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+from kvexp.files import read_only
 
 RANK_VARIABLES = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
 DEBUG_VARIABLE = "KVEXP_DEBUG"
@@ -31,6 +34,14 @@ def rank() -> int:
 def debugging() -> bool:
     """Return whether KVEXP_DEBUG asks for tracebacks on the terminal."""
     return os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
+
+
+class RunLog(logging.FileHandler):
+    """Writes the log of a run; nowhere where the folder is read-only, whose cell may be complete."""
+
+    def __init__(self, filename: str, encoding: str | None = None) -> None:
+        path = Path(filename)
+        super().__init__(os.devnull if read_only(path.parent, path.name) else path, encoding=encoding)
 
 
 class FirstRank(logging.Filter):

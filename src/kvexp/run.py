@@ -144,6 +144,7 @@ def _pipe(settings: Settings, folder: RunFolder, parts: dict[str, Any], crew: Cr
     """The stages of a run; each leaves what it measured in `parts`, the sections of the record."""
     watch = Stopwatch(str(model.pick_device(settings.model.device)))
     with watch("total"):
+        settings.task.check_data()
         loaded = _loaded(settings)
         answered = _answered(settings, loaded, folder, watch, crew)
     parts |= answered.sections(watch)

@@ -72,3 +72,33 @@ def test_what_was_found_is_printed_and_written(part, samples, tmp_path, capsys) 
     assert "K = 128 real" in capsys.readouterr().out
     with pytest.raises(UserError, match="samples is needed"):
         bench.main(["rounds=2"])
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("samples=no/such/folder", "samples=no/such/folder holds no samples"),
+        ("layouts=pooled,nope", "there is no layout 'nope'. Layouts: pooled, pairs, group, shared"),
+        ("layouts=poled", "did you mean 'pooled'?"),
+        ("lengths=64,x", "lengths=64,x is not numbers from 32"),
+        ("lengths=16", "lengths=16 is not numbers from 32"),
+        ("rounds=1", "rounds=1 is not a number from 2"),
+        ("recall=2", "recall=2 is no share"),
+        ("layers=0,7", "has no layer 7: write layers= with some of 0"),
+        ("kv_heads=4", "kv_heads=4 does not divide the 6 query heads"),
+        ("output_dir=/dev/null", "output_dir=/dev/null cannot be written to"),
+    ],
+)
+def test_words_that_cannot_be_measured(part, samples, tmp_path, word, told) -> None:
+    words = [f"samples={samples}", "layers=0", "kv_heads=2", f"output_dir={tmp_path}", word]
+    with pytest.raises(UserError, match=told.replace("?", "[?]")):
+        part("attention_words").words_of(words)
+
+
+def test_a_folder_without_samples_and_one_that_is_damaged(part, samples, tmp_path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="empty holds no samples"):
+        part("attention_words").words_of([f"samples={tmp_path / 'empty'}"])
+    (samples / "rank-000" / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match="samples cannot be read"):
+        part("attention_words").words_of([f"samples={samples}"])

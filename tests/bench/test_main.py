@@ -20,10 +20,43 @@ def test_every_part_is_a_module_that_says_how_it_is_called(part, capsys: pytest.
 
 
 def test_errors_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["decoed"]) == 1
-    assert capsys.readouterr().err.startswith("kvexp.bench: decoed is no part, did you mean")
-    assert main(["decode", "--against"]) == 1
+    assert main(["decoed"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "kvexp.bench: there is no part 'decoed', did you mean 'decode'? Parts: attention, decode"
+    )
+    assert main(["foo"]) == 2
+    assert "no part 'foo'. Parts: attention, decode" in capsys.readouterr().err
+    assert main(["decode", "--against"]) == 2
     assert "write against=VALUE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("quantised bits=2,3", "method.bits"),
+        ("decode methods=full,nope", "no method 'nope'"),
+        ("memory methods=nope,full", "no method 'nope'"),
+        ("scoring method=full budget=full", "nothing is scored"),
+        *((f"{one} output_dir=/dev/null", "output_dir=/dev/null") for one in PARTS if one != "attention"),
+    ],
+)
+def test_words_are_checked_before_anything_is_built(
+    line: str,
+    told: str,
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("kvexp.bench.decoder.load_once", load)
+    monkeypatch.setattr("kvexp.bench.prefill.load_once", load)
+    name, *own = line.split()
+    shared = [word for word in words if not any(word.split("=")[0] == one.split("=")[0] for one in own)]
+    assert main([name, *own, *shared]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("kvexp.bench: ") and told in said and said.count("\n") == 1
 
 
 def test_flags_are_words() -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from kvexp.cli import settings_of
 from kvexp.errors import UserError
+from kvexp.report.grid import grids, headlines
+from kvexp.report.table import render
 from kvexp.run import run
 from kvexp.tasks.jsonl import Jsonl, score
 from kvexp.tasks.questions import Question
@@ -76,11 +78,42 @@ def test_scores(answer, golds, found):
         ([ROWS[0], {"context": "c", "answer": "a"}], "line 3 of .* has no text 'query'"),
         ([{**ROWS[0], "answer": []}], "has no 'answer'"),
         ("\n", "holds no question"),
+        ([{**ROWS[0], "answer": [None]}], "line 1 of .* has no 'answer'"),
+        ([{**ROWS[0], "answer": ["tea", True]}], "line 1 of .* has no 'answer'"),
+        ([{**ROWS[0], "answer": True}], "line 1 of .* has no 'answer'"),
+        ([ROWS[0], {**ROWS[0], "answer": float("nan")}], "line 3 of .* is not JSON .NaN is no number"),
+        ('{"context": "c", "query": "q", "answer": 1e999}', "line 1 of .* has no 'answer'"),
+        ([{**ROWS[0], "id": ["a"]}], "line 1 of .*: 'id' is no text"),
+        ([{**ROWS[0], "group": False}], "line 1 of .*: 'group' is no text"),
+        ([ROWS[0], {**ROWS[0], "query": "\ud800?"}], "line 3 of .* has half a character"),
+        ([{**ROWS[0], "answer": ["a", "\udc00"]}], "line 1 of .* has half a character"),
+        ([{**ROWS[0], "id": "\ud800"}], "line 1 of .* has half a character"),
+        ('{"context": ' + 100_000 * "[" + 100_000 * "]" + "}", "line 1 of .* is not JSON .*recursion"),
+        (3 * [{**ROWS[0], "id": "x"}], "lines 1 and 3 of .* have one id, 'x'"),
+        ([{**ROWS[0], "id": 1}, ROWS[1], {**ROWS[0], "id": "1"}], "lines 1 and 5 of .* have one id, '1'"),
+        ([{**ROWS[0], "id": "line-1"}, ROWS[0]], "lines 1 and 3 of .* have one id, 'line-1'"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_one_sentence(words, tmp_path, rows, told):
     with pytest.raises(UserError, match=told):
         Jsonl(path=written(tmp_path / "mine.jsonl", rows)).load(words, seed=0)
+
+
+def test_what_is_null_is_absent_and_a_mark_of_byte_order_is_no_text(words, tmp_path):
+    rows = [{**ROWS[0], "id": None, "group": None}, {**ROWS[1], "id": None}]
+    path = written(tmp_path / "mine.jsonl", "\ufeff" + "\n".join(map(json.dumps, rows)))
+    questions = Jsonl(path=path).load(words, seed=0).questions
+    assert [(one.id, one.group) for one in questions] == [("line-0", ""), ("line-1", "")]
+
+
+@pytest.mark.parametrize("cut", [slice(-20), slice(5)])
+def test_a_packed_file_that_ends_early_or_is_damaged_is_one_sentence(words, tmp_path, cut):
+    path = Path(written(tmp_path / "mine.jsonl.gz", ROWS))
+    whole = path.read_bytes()
+    for damaged in (whole[cut], whole[:10] + bytes(255 - one for one in whole[10:])):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"mine\.jsonl\.gz cannot be read"):
+            Jsonl(path=str(path)).load(words, seed=0)
 
 
 def test_a_file_that_is_missing_or_not_named(words, tmp_path):
@@ -92,6 +125,15 @@ def test_a_file_that_is_missing_or_not_named(words, tmp_path):
             task.load(words, seed=0)
 
 
+def test_a_file_is_checked_before_the_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvexp.model.load_once", lambda *_, **__: pytest.fail("the model was loaded"))
+    path = written(tmp_path / "mine.jsonl", 2 * [{**ROWS[0], "id": "x"}])
+    words = ["task=jsonl", f"task.path={path}", "method=full", "model=tiny-llama", "logger=none"]
+    [settings] = settings_of([*words, f"output_dir={tmp_path / 'out'}"])
+    with pytest.raises(UserError, match=r"lines 1 and 3 of .* have one id, 'x'"):
+        run(settings)
+
+
 def test_a_run_over_a_file_of_one_s_own(tmp_path):
     path = written(tmp_path / "mine.jsonl", ROWS)
     words = ["task=jsonl", f"task.path={path}", "task.max_new_tokens=4", "method=snapkv", "budget=40"]
@@ -99,3 +141,6 @@ def test_a_run_over_a_file_of_one_s_own(tmp_path):
     record = run(settings)
     assert record["status"] == "complete" and record["metrics"]["f1"]["n"] == 3
     assert record["provenance"]["task"]["source"] == path
+    [grid] = grids([record])
+    assert headlines(grid) == ["f1", "exact_match", "contains"]
+    assert all(name in render([record]) for name in ("method", "snapkv", "f1", "exact", "contains"))

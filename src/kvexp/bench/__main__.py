@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from kvexp.cli import WRONG
 from kvexp.errors import UserError, suggest
 
 PARTS = {
@@ -49,7 +50,8 @@ def main(arguments: Sequence[str]) -> int:
     part = arguments[0]
     try:
         if part not in PARTS:
-            raise UserError(f"{part} is no part{suggest(part, PARTS)}: choose one of {', '.join(PARTS)}")
+            near = suggest(part, PARTS) or "."
+            raise UserError(f"there is no part '{part}'{near} Parts: {', '.join(PARTS)}")
         words = words_of(arguments[1:])
         module = import_module(f"kvexp.bench.{part}")
         if set(words) & set(HELP):
@@ -59,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         return int(module.main(words))
     except UserError as error:
         print(f"kvexp.bench: {error}", file=sys.stderr)
-        return 1
+        return WRONG
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvexp.attention.local import attend
-from kvexp.errors import UserError
+from kvexp.bench.attention_words import CELL, words_of
 from kvexp.methods.memory.asm import ASM
 from kvexp.methods.memory.grouping import Grouping
 from kvexp.methods.memory.lookup import LayerLookup
@@ -43,48 +43,33 @@ from kvexp.stats.samples import SampleStore
 from kvexp_kernels.lookup import JointLists, TwoLevelIndex
 from kvexp_kernels.merge_states import merge_states
 
-DEFAULTS = {"layouts": "pooled,group,shared", "lengths": "4096,8192,16384", "layers": "4,10,20"}
-DEFAULTS |= {
-    "rounds": "15",
-    "local": "128",
-    "recall": "0.995",
-    "output_dir": "outputs",
-    "samples": "",
-    "kv_heads": "3",
-}
-REAL, CELL, TRAINED, STEPS = 4096, 32, 0.85, 4  # steps: of each way in a round
+REAL, TRAINED, STEPS = 4096, 0.85, 4  # steps: of each way in a round
 GOALS = {("ivf", 4096): 3, ("ivf", 8192): 8, ("ivf", 16384): 15, ("flat", 4096): 1.5}
 Step = Callable[[int], Any]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Cluster, choose, time, print, write."""
-    options = DEFAULTS | {word.partition("=")[0]: word.partition("=")[2] for word in arguments}
-    if set(options) - set(DEFAULTS) or not options["samples"]:
-        raise UserError(
-            f"the words are {', '.join(f'{name}=...' for name in DEFAULTS)}, and samples is needed"
-        )
+    words = words_of(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    store = SampleStore.merge(sorted(Path(options["samples"]).glob("rank-*")))
-    layers = [int(layer) for layer in options["layers"].split(",")]
-    folder = Path(options["output_dir"]) / "bench" / "attention"
-    folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    for layout in options["layouts"].split(","):
-        for length in map(int, options["lengths"].split(",")):
-            kv = int(options["kv_heads"])
-            books = [Books(store, kv, layer, layout, length, folder) for layer in layers]
-            probe, recall, share = chosen(books, float(options["recall"]))
+    for layout in words.layouts:
+        for length in words.lengths:
+            books = [
+                Books(words.store, words.kv_heads, layer, layout, length, words.folder)
+                for layer in words.layers
+            ]
+            probe, recall, share = chosen(books, words.recall)
             row = {"layout": layout, "length": length, "resampled": length > REAL, "probe": probe}
             row |= {"recall": recall, "scored": share, "load": os.getloadavg()[0]}
-            row["us"] = timed(steps(books, probe, int(options["local"])), len(layers), int(options["rounds"]))
+            row["us"] = timed(steps(books, probe, words.local), len(words.layers), words.rounds)
             rows.append(row)
             show(row)
     slopes = exponents(rows)
     for layout, by_way in slopes.items():
         print(f"{layout}: cost grows as K to the power", {way: round(e, 2) for way, e in by_way.items()})
-    (folder / "found.json").write_text(
+    (words.folder / "found.json").write_text(
         json.dumps({"rows": rows, "exponents": slopes}, indent=2) + "\n", encoding="utf-8"
     )
     return 0

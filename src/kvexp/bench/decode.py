@@ -34,11 +34,10 @@ from typing import Any
 
 import torch
 
-from kvexp.bench.decoder import Decoder, numbers_of
+from kvexp.bench.decoder import Decoder, checked, numbers_of
 from kvexp.bench.kvpress import default_folder, environment, kvpress
 from kvexp.bench.theirs import NEVER, PRESSES
 from kvexp.bench.turns import spread, taken, timed, written
-from kvexp.cli import settings_of
 from kvexp.errors import UserError
 from kvexp.prompt import Context
 from kvexp.tasks.batch import QueryBatch
@@ -164,16 +163,19 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"against={chosen['against']} is not known: write against=kvpress, or leave it out")
     if chosen["compiled"] not in ("true", "false"):
         raise UserError(f"compiled={chosen['compiled']} says neither: write compiled=true, or leave it out")
+    each = {}
+    for name in chosen["methods"].split(","):
+        budget = "full" if name == "full" else str(numbers["budget"])
+        each[name] = [f"method={name}", f"budget={budget}", *words]
+    run = checked("decode", words, *each.values())
     torch.set_num_threads(numbers["threads"])
-    [run] = settings_of(["logger=none", *words])
     python = None
     if chosen["against"]:
         python = environment(Path(chosen["environment"] or default_folder()).absolute())
     prompt = list(islice(Decoder(["method=full", *words]).text(), numbers["context"]))
     cells, found, compiled = {}, {}, chosen["compiled"] == "true"
-    for name in chosen["methods"].split(","):
-        budget = "full" if name == "full" else str(numbers["budget"])
-        cells[name] = cell = Ours([f"method={name}", f"budget={budget}", *words], prompt, numbers["new"])
+    for name, own in each.items():
+        cells[name] = cell = Ours(own, prompt, numbers["new"])
         found[name] = {"prefill": cell.prefill, "equal": cell.block(False)[1] == cell.generated()}
         if compiled:
             found[name]["equal_compiled"] = cell.block(True)[1] == cell.generated()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kvexp.attention.options import Options, set_options
+from kvexp.bench.turns import folder_of
 from kvexp.cache.kv_cache import KVCache
 from kvexp.calibration.prepare import draw_segments
 from kvexp.cli import settings_of
@@ -20,6 +21,7 @@ from kvexp.measure.memory import tensor_bytes
 from kvexp.measure.timing import Stopwatch
 from kvexp.model import load_once
 from kvexp.prompt import Context
+from kvexp.schema import Settings
 
 UNITS = " kMG"  # powers of 1,024
 CORPUS = 4096  # tokens of text that prompts are cut from, again and again
@@ -90,6 +92,16 @@ def in_turn(cells: Mapping[str, Decoder], steps: int) -> Stopwatch:
             with one.attached(), watch.trace(name):
                 one.step()
     return watch
+
+
+def checked(part: str, words: Sequence[str], *cells: Sequence[str]) -> Settings:
+    """Return the settings of `words`, once they, those of all cells, and where the part writes are right.
+
+    Raises UserError, before anything is loaded or measured.
+    """
+    run, *_ = [settings_of(["logger=none", *some])[0] for some in (words, *cells)]
+    folder_of(run.output_dir, part)
+    return run
 
 
 def numbers_of(arguments: Sequence[str], known: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvexp.bench.decode import chosen_of
-from kvexp.bench.decoder import Decoder, numbers_of
+from kvexp.bench.decoder import Decoder, checked, numbers_of
 from kvexp.bench.turns import written
-from kvexp.cli import settings_of
 from kvexp.measure.memory import mib
 
 WORDS = {"methods": "full,snapkv,streaming_llm,triattention_plus,kivi"}
@@ -26,12 +25,15 @@ def main(arguments: Sequence[str]) -> int:
     """Measure, print and write JSON."""
     numbers, others = numbers_of(arguments, NUMBERS)
     chosen, words = chosen_of(others, WORDS)
-    [run] = settings_of(["logger=none", *words])
-    found: dict[str, Any] = {}
+    cells = {}
     for name in chosen["methods"].split(","):
         evicts = name not in ("full", "kivi", "ott")
         own = [f"budget={numbers['budget']}"] if evicts else []
-        one = Decoder([f"method={name}", *own, *words]).read(numbers["context"])
+        cells[name] = [f"method={name}", *own, *words]
+    run = checked("memory", words, *cells.values())
+    found: dict[str, Any] = {}
+    for name, cell in cells.items():
+        one = Decoder(cell).read(numbers["context"])
         found[name] = {"prompt": _held(one)}
         with one.attached():
             for _ in range(numbers["new"]):

@@ -37,6 +37,7 @@ import kvexp
 from kvexp.attention.options import Options, set_options
 from kvexp.bench.decoder import numbers_of
 from kvexp.bench.prompts import Prompts, cut, prompts_for
+from kvexp.bench.turns import folder_of
 from kvexp.cli import settings_of
 from kvexp.errors import UserError
 from kvexp.measure.timing import Stopwatch
@@ -214,12 +215,11 @@ def main(arguments: Sequence[str]) -> int:
     lists, words = lists_of(others)
     [settings] = settings_of([*WORDS, *words])
     methods = built(lists["methods"], lists["shares"])
+    folder = folder_of(settings.output_dir, f"prefill/{settings.model.label}")
     torch.set_num_threads(numbers["threads"])
     loaded, spec = load_once(settings.model), settings.model
     set_options(loaded.model, Options(spec.attention, spec.prefill_chunk, spec.compiled))
     name, clock = clock_of(str(loaded.device), numbers["threads"])
-    folder = settings.output_dir / "bench" / "prefill" / spec.label
-    folder.mkdir(parents=True, exist_ok=True)
     for length, batch in [(int(n), int(b)) for n in lists["lengths"] for b in lists["batches"]]:
         prompts = prompts_for(settings, loaded, length, batch)
         watch = Stopwatch(str(loaded.device), clock)

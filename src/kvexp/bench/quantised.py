@@ -19,9 +19,8 @@ from itertools import islice
 import torch
 
 from kvexp.bench.decode import Ours, chosen_of
-from kvexp.bench.decoder import Decoder, numbers_of
+from kvexp.bench.decoder import Decoder, checked, numbers_of
 from kvexp.bench.turns import spread, taken, written
-from kvexp.cli import settings_of
 from kvexp.measure.memory import mib
 
 WORDS = {"bits": "2,4,8", "method": "kivi"}
@@ -34,13 +33,14 @@ def main(arguments: Sequence[str]) -> int:
     chosen, others = chosen_of(others, WORDS)
     words = [word for word in others if not word.startswith("method.")]
     knobs = [word for word in others if word.startswith("method.")]  # of the quantised side alone
-    torch.set_num_threads(numbers["threads"])
-    [run] = settings_of(["logger=none", *words])
-    prompt = list(islice(Decoder(["method=full", *words]).text(), numbers["context"]))
-    cells = {"full": Ours(["method=full", *words], prompt, numbers["new"])}
+    sides_words = {"full": ["method=full", *words]}
     for bits in chosen["bits"].split(","):
         own = [f"method={chosen['method']}", f"method.bits={bits}", *knobs, *words]
-        cells[f"{chosen['method']} {bits} bits"] = Ours(own, prompt, numbers["new"])
+        sides_words[f"{chosen['method']} {bits} bits"] = own
+    run = checked("quantised", words, *sides_words.values())
+    torch.set_num_threads(numbers["threads"])
+    prompt = list(islice(Decoder(["method=full", *words]).text(), numbers["context"]))
+    cells = {name: Ours(own, prompt, numbers["new"]) for name, own in sides_words.items()}
     sides: dict[str, Callable[[], float]] = {
         name: partial(cell.seconds, False) for name, cell in cells.items()
     }

@@ -18,7 +18,6 @@ JSON goes to OUTPUT_DIR/bench/scoring/MODEL.json.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,8 @@ from unittest.mock import patch
 
 import torch
 
-from kvexp.bench.decoder import Decoder, numbers_of
+from kvexp.bench.decoder import Decoder, checked, numbers_of
+from kvexp.bench.turns import written
 from kvexp.cache.evicting import EvictingLayer
 from kvexp.cache.room import Room
 from kvexp.errors import UserError
@@ -53,11 +53,12 @@ SCORE_GOAL, PRUNE_GOAL, RATIO_GOAL = 0.005, 0.04, 30
 def main(arguments: Sequence[str]) -> int:
     """Decode, compare, print, write."""
     numbers, words = numbers_of(arguments, {"repeats": 5})
-    one = Decoder(["method=triattention_plus", "budget=2048", *words])
-    rows, interval = one.settings.budget.rows, getattr(one.method, "interval", None)
-    if rows is None or not interval or one.method.memory_id != "query_statistics":
+    words = ["method=triattention_plus", "budget=2048", *words]
+    run = checked("scoring", words)
+    rows, interval = run.budget.rows, getattr(run.method, "interval", None)
+    if rows is None or not interval or run.method.memory_id != "query_statistics":
         raise UserError("nothing is scored by query statistics while decoding: use method=triattention_plus")
-    one.read(rows)
+    one = Decoder(words).read(rows)
     calls: dict[int, Any] = {}
     spent = [decoded(one, interval, calls) for _ in range(numbers["repeats"])]
     views = [View(layer, call, one.cache.evictor, place) for place, (layer, call) in sorted(calls.items())]
@@ -70,9 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     found["prune"] = shares(spent)
     print(f"{one.loaded.name}, {len(views)} layers, {one.rows()} rows, {found['threads']} threads")
     show(found["forms"], found["prune"], interval)
-    path = one.settings.output_dir / "bench" / "scoring" / f"{one.settings.model.label}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    written(run, "scoring", found)
     return 0
 
 

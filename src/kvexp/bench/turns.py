@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from kvexp.errors import UserError
 
 
 def clock() -> float:
@@ -42,8 +46,24 @@ def taken(sides: dict[str, Callable[[], float]], repeats: int) -> dict[str, list
     return seconds
 
 
+def folder_of(output_dir: Path, part: str) -> Path:
+    """Make OUTPUT_DIR/bench/PART and return it; call it before measuring.
+
+    Raises UserError where no file can be written there.
+    """
+    folder = output_dir / "bench" / part
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"0")
+    except OSError as error:
+        raise UserError(
+            f"output_dir={output_dir} cannot be written to ({error.strerror}): choose another"
+        ) from error
+    return folder
+
+
 def written(settings: Any, part: str, report: dict[str, Any]) -> None:
     """Write what a part found to OUTPUT_DIR/bench/PART/MODEL.json."""
-    path = settings.output_dir / "bench" / part / f"{settings.model.label}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = folder_of(settings.output_dir, part) / f"{settings.model.label}.json"
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

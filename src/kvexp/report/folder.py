@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvexp.errors import UserError
-from kvexp.files import Say, file_lock, remove_leftovers, sync_folder, tell, write_atomic
+from kvexp.files import Say, file_lock, read_only, remove_leftovers, sync_folder, tell, write_atomic
 from kvexp.report.record import dump_record, validate_record
 from kvexp.report.samples import SampleFile
 
@@ -29,6 +29,7 @@ Status = Literal["complete", "partial", "new"]
 # The record goes first when files are set aside: a kill in between leaves a partial run, never a result
 # without samples.
 FILES = ("record.json", "samples.jsonl", "memory.json", "inputs.json", "config.yaml")
+LOCK = ".lock"
 
 
 class RunFolder:
@@ -40,8 +41,14 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self, say: Say = tell) -> Iterator[None]:
-        """Keep other starts of this cell out; they wait, after one line that names who holds the folder."""
-        with file_lock(self.path / ".lock", say):
+        """Keep other starts of this cell out; they wait, after one line that names who holds the folder.
+
+        A complete run in a folder that is read-only is not locked: nothing is written to it any more.
+        """
+        if read_only(self.path, LOCK) and self.status == "complete":
+            yield
+            return
+        with file_lock(self.path / LOCK, say):
             remove_leftovers(self.path)
             yield
 

@@ -19,8 +19,12 @@ from kvexp.report.loggers import flatten
 from kvexp.tasks.metrics import Difference
 from kvexp.tasks.nested import bootstrap, paired_difference
 
-HEADLINES = ("accuracy", "exact_match", "f1", "acc")
-COMPANIONS = {"kl": ("top1_agreement", "perplexity")}
+HEADLINES = ("accuracy", "f1", "exact_match", "acc")
+COMPANIONS = {
+    "kl": ("top1_agreement", "perplexity"),
+    "f1": ("exact_match", "contains", "f1_calibrated", "logprob"),
+}
+MOST = 3  # metrics beside each other in a table, which leaves room for the method's name
 FEW = 3  # as many differing settings are named in full
 OFF = (None, False)
 OF_THE_METHOD = ("method", "calibration", "notes", "budget", "seed", "empty_prefix", "fidelity")
@@ -94,7 +98,7 @@ def headlines(grid: Grid) -> list[str]:
     names = list(dict.fromkeys(name for record in records for name in record["metrics"]))
     main = next((name for name in HEADLINES if name in names), names[0] if names else "accuracy")
     beside = COMPANIONS.get(main, (f"{main}_calibrated", "logprob"))
-    return [main, *(name for name in beside if name in names)]
+    return [main, *(name for name in beside if name in names)][:MOST]
 
 
 def estimate(row: Row, metric: str, items: Items) -> Estimate | None:

@@ -121,6 +121,10 @@ class Task(ABC):
         A TaskSet ("labels"), a QuestionSet ("questions") or TextSet ("continuation").
         """
 
+    def check_data(self) -> None:
+        """Raise UserError for a file of the user's own that cannot be used, before the model is loaded."""
+        return
+
     def data_sha256(self, data_dir: str | None) -> str | None:
         """Return `TaskSet.data_sha256` of the files in `data_dir`; None where it cannot be told cheaply."""
         return None

@@ -1,16 +1,18 @@
 """jsonl: questions of your own, from a file with one object a line: context, query and answer.
 
-`answer` is a text or a list of texts of which any counts; `id` and `group` (metrics are also given by group)
-may be there. A context that many questions share is encoded once. Scores: `f1` over words (LongBench's),
-`exact_match` (case and spacing apart) and `contains` (an answer stands somewhere in what was said), the best
-over the answers.
+`answer` is a text or number, or a list of them of which any counts; `id`, which no two lines share, and
+`group` (metrics are also given by group) may be there. A context that many questions share is encoded once.
+Scores: `f1` over words (LongBench's), `exact_match` (case and spacing apart) and `contains` (an answer stands
+somewhere in what was said), the best over the answers.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import math
 import random
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,11 +76,10 @@ class Jsonl(Task):
         if split != "test" and not self.n_validation:
             raise UserError("split=validation needs questions that are held out: set task.n_validation=50")
         held = set(random.Random(self.id).sample(range(len(rows)), self.n_validation))
-        asked = [(i, row) for i, row in enumerate(rows) if (i in held) == (split != "test")]
+        asked = [row for i, row in enumerate(rows) if (i in held) == (split != "test")]
         return QuestionSet(
             questions=[
-                self._question(tokenizer, sample, i, row)
-                for sample, (i, row) in enumerate(asked[: self.n][:limit])
+                self._question(tokenizer, sample, row) for sample, row in enumerate(asked[: self.n][:limit])
             ],
             score=score,
             metrics=("f1", "exact_match", "contains"),
@@ -86,6 +87,10 @@ class Jsonl(Task):
             stop=("\n",) if self.first_line else (),
             notes={"source": str(self.path)},
         )
+
+    def check_data(self) -> None:
+        """See `Task.check_data`."""
+        self._rows()
 
     def data_sha256(self, data_dir: str | None) -> str | None:
         """See `Task.data_sha256`."""
@@ -100,29 +105,37 @@ class Jsonl(Task):
         path = Path(self.path).expanduser()
         try:
             raw = path.read_bytes()
-            text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
-        except (OSError, EOFError, ValueError) as error:
+            text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
+        except (OSError, EOFError, ValueError, zlib.error) as error:
             raise UserError(f"task.path={self.path} cannot be read ({error})") from error
-        rows = [
-            _row(line, f"line {i} of {self.path}")
-            for i, line in enumerate(text.split("\n"), 1)
-            if line.strip()
-        ]
+        rows: list[dict[str, Any]] = []
+        seen: dict[str, int] = {}
+        for number, line in enumerate(text.split("\n"), 1):
+            if not line.strip():
+                continue
+            row = _row(line, f"line {number} of {self.path}", f"line-{len(rows)}")
+            first = seen.setdefault(row["id"], number)
+            if first != number:
+                raise UserError(
+                    f"lines {first} and {number} of {self.path} have one id, '{row['id']}': give each"
+                    " line its own, or none (a line without is line-0, line-1, ... by its place)"
+                )
+            rows.append(row)
         if not rows:
             raise UserError(f"task.path={self.path} holds no question: write one object a line")
         return rows
 
-    def _question(self, tokenizer: Any, sample: int, number: int, row: Mapping[str, Any]) -> Question:
+    def _question(self, tokenizer: Any, sample: int, row: Mapping[str, Any]) -> Question:
         context, query, ids = cut_nearest(tokenizer, row["context"] + self.between, row["query"] + self.after)
         return Question(
-            id=str(row.get("id", f"line-{number}")),
+            id=row["id"],
             sample=sample,
             context=context,
             query=query,
             query_ids=ids,
             expected=row["answer"],
             max_new_tokens=self.max_new_tokens,
-            group=str(row.get("group", "")),
+            group=row["group"],
             answer_ids=tuple(continuation(tokenizer, query, f" {row['answer'][0]}")),
         )
 
@@ -138,10 +151,11 @@ def score(question: Question, text: str) -> dict[str, float]:
     }
 
 
-def _row(line: str, where: str) -> dict[str, Any]:
+def _row(line: str, where: str, unnamed: str) -> dict[str, Any]:
+    """Return context, query, answer, id (`unnamed` where the line has none) and group of a line, as texts."""
     try:
-        row = json.loads(line)
-    except ValueError as error:
+        row = json.loads(line, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not JSON ({error}): write one object a line") from error
     if not isinstance(row, dict):
         raise UserError(f"{where} is no object: write context, query and answer between braces")
@@ -149,10 +163,33 @@ def _row(line: str, where: str) -> dict[str, Any]:
         if not isinstance(row.get(key), str) or not row[key].strip():
             raise UserError(f"{where} has no text '{key}': give it context, query and answer")
     answers = row.get("answer")
-    answers = [answers] if isinstance(answers, str | int | float) else answers
-    if not isinstance(answers, list) or not answers or not all(str(one).strip() for one in answers):
+    answers = answers if isinstance(answers, list) else [answers]
+    if not answers or not all(_is_plain(one) and str(one).strip() for one in answers):
         raise UserError(f"{where} has no 'answer': give it a text, or a list of texts of which any counts")
-    return {**row, "answer": tuple(map(str, answers))}
+    for key, default in (("id", unnamed), ("group", "")):
+        row[key] = default if row.get(key) is None else row[key]
+        if not _is_plain(row[key]):
+            raise UserError(f"{where}: '{key}' is no text: write a text or a number, or leave it out")
+    texts = {key: str(row[key]) for key in ("context", "query", "id", "group")}
+    found = {**texts, "answer": tuple(map(str, answers))}
+    try:
+        "".join((*texts.values(), *found["answer"])).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where} has half a character ({error.reason}): write the whole character"
+        ) from error
+    return found
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is a text or a finite number."""
+    if isinstance(value, float):
+        return math.isfinite(value)  # 1e999 is read as infinity
+    return isinstance(value, str | int) and not isinstance(value, bool)
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no number")
 
 
 def _sha256(rows: list[dict[str, Any]]) -> str:
