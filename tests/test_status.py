@@ -191,3 +191,16 @@ def test_a_thousand_cells_are_fast_and_torch_stays_out(tmp_path: Path) -> None:
     spent = time.perf_counter() - start
     assert done.stdout.splitlines() == ["1000 cells: 1000 complete", "set() 0"]
     assert spent < 5, spent
+
+
+def test_files_that_are_no_record_are_broken_cells(tmp_path: Path) -> None:
+    cell = grid(tmp_path, "0")[0]
+    cell.run_dir.mkdir(parents=True)
+    for text in ("[" * 100_000 + "]" * 100_000, json.dumps({**record(cell), "identity": "words"})):
+        (cell.run_dir / "record.json").write_text(text)
+        (found,) = states(tmp_path).values()
+        assert found.state == "broken" and "\n" not in found.reason
+    assert found.reason == "record.json cannot be read: identity must be an object or null"
+    (tmp_path / "plans").mkdir()
+    (tmp_path / "plans/deep.json").write_text("[" * 100_000)
+    assert states(tmp_path)["plans/deep.json"].state == "broken"

@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from kvexp.errors import UserError
 from kvexp.plan import PLANS, Plan, read_plan
-from kvexp.report.record import validate_record
+from kvexp.report.stored import read_record
 
 State = Literal["complete", "running", "failed", "interrupted", "broken", "missing"]
 STATES: tuple[State, ...] = ("complete", "running", "failed", "interrupted", "broken", "missing")
@@ -121,8 +121,7 @@ def _look(output: Path, name: str, planned: str) -> Cell:
             return Cell(name, "interrupted", _progress(folder, "ended without a record"), command)
         return Cell(name, "missing", "never started", command)
     try:
-        content = json.loads(record.read_bytes())
-        validate_record(content)
+        content = read_record(record)
     except (OSError, ValueError) as error:
         anew = f"{command} resume=false" if command else ""
         return Cell(name, "broken", f"record.json cannot be read: {error}", anew)
@@ -153,12 +152,14 @@ def _holder(folder: Path) -> str:
     try:
         holder: Any = json.loads((folder / ".lock").read_bytes())
         return f"process {holder['pid']} on {holder['host']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "another process"
 
 
 def _progress(folder: Path, said: str) -> str:
-    files = folder.glob("samples*.jsonl")  # while several ranks answer, each has one of its own
+    files = filter(
+        Path.is_file, folder.glob("samples*.jsonl")
+    )  # while several ranks answer, each has one of its own
     samples = sum(path.read_bytes().count(b"\n") for path in files)
     return f"{said}, {samples} samples" if samples else said
 

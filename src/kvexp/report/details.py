@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvexp.report.items import Items, Record
+from kvexp.report.stored import parse
 
 SAMPLES = 20
 TEXT = 1200  # characters of one text; the file has the rest
@@ -42,7 +43,7 @@ def shortened(samples: Sequence[Mapping[str, Any]], room: int = ROOM) -> list[di
 def memory_of(record: Record) -> dict[str, Any]:
     """Return what memory.json tells of the calibration, {} where the run had none."""
     try:
-        pointer = json.loads((Path(record["folder"]) / "memory.json").read_bytes())
+        pointer = parse((Path(record["folder"]) / "memory.json").read_bytes())
     except (OSError, ValueError):
         return {}
     if not isinstance(pointer, dict) or not isinstance(pointer.get("manifest"), dict):
