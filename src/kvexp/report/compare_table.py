@@ -38,6 +38,8 @@ def table(found: Mapping[str, Any]) -> str:
         if alone:
             more = f" and {len(alone) - NAMED} more" if len(alone) > NAMED else ""
             console.print(Text(f"without a partner, in {side.upper()}: {', '.join(alone[:NAMED])}{more}"))
+        for one in found[f"unsound_{side}"]:
+            console.print(Text(f"left out, in {side.upper()}: {one['folder']}: {one['reason']}"))
     return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip().splitlines()) + "\n"
 
 
