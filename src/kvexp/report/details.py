@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from kvexp.report.items import Items, Record
 from kvexp.report.stored import parse
@@ -18,7 +19,7 @@ LINKED = ("record.json", "samples.jsonl", "config.yaml", "memory.json", "log.txt
 
 
 def detail(record: Record, items: Items, page: Path) -> dict[str, Any]:
-    """Return the plain data of one cell; links are relative to the folder that `page` lies in."""
+    """Return the plain data of one cell; links are addresses relative to the folder that `page` lies in."""
     samples = items.samples(record)
     return {
         "samples": shortened(samples[:SAMPLES]),
@@ -75,9 +76,11 @@ def _cut(text: str, limit: int) -> str:
 
 
 def _links(folder: str, page: Path) -> dict[str, str]:
+    """Return the address of each file, with `#`, `?`, `%` and `:` of folder names escaped."""
     found = [name for name in LINKED if (Path(folder) / name).exists()]
     start = page.resolve().parent
-    return {name: os.path.relpath(Path(folder).resolve() / name, start) for name in found}
+    paths = {name: os.path.relpath(Path(folder).resolve() / name, start) for name in found}
+    return {name: quote(os.fsencode(path)) for name, path in paths.items()}
 
 
 def _long(value: Any) -> bool:
