@@ -162,3 +162,55 @@ def test_help_is_light():
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(SystemExit):
         command.main(["--help"])
+
+
+def only_rows(folder):
+    return next(folder.glob("*/samples.jsonl"))
+
+
+def test_an_unsound_sample_costs_its_run_and_is_told(tmp_path, capsys):
+    for seed in (0, 1):
+        store(tmp_path / "a", "snapkv", [1, 0], seed=seed)
+        store(tmp_path / "b", "rkv", [1, 1], seed=seed)
+    bad = tmp_path / "b/rkv5121intents1/samples.jsonl"
+    bad.write_text('{"id": "0", "query": "q0", "scores": {"accuracy": NaN}}\n')
+    out = tmp_path / "gap.json"
+    assert command.main([str(tmp_path / "a"), str(tmp_path / "b"), "--json", str(out)]) == 0
+    found = json.loads(out.read_text(), parse_constant=lambda name: pytest.fail(name))
+    reason = "samples.jsonl: line 1: holds nan, which is no finite number"
+    assert found["unsound_b"] == [{"folder": str(bad.parent), "reason": reason}] and not found["unsound_a"]
+    assert [(row["seeds"], row["value"], row["b"]) for row in found["rows"]] == [([0], 0.5, 1.0)]
+    said = "".join(capsys.readouterr().out.split())
+    assert "leftout,inB:" in said and "".join(reason.split()) in said
+
+
+def test_nothing_but_unsound_samples_is_refused(tmp_path, capsys):
+    for side in "ab":
+        store(tmp_path / side, "rkv", [1, 0])
+    only_rows(tmp_path / "b").write_text("[1, 2]\n")
+    assert command.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 2
+    assert "is lost: samples.jsonl: line 1: is a list, not the object" in capsys.readouterr().err
+
+
+def test_other_tasks_and_a_metric_that_is_none_are_refused(tmp_path, capsys):
+    store(tmp_path / "a", "rkv", [1, 0], task="intents")
+    store(tmp_path / "b", "rkv", [1, 0], task="passkey")
+    store(tmp_path / "b", "rkv", [1, 0], task="locomo")
+    assert command.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 2
+    assert (
+        "the tasks differ, intents in the first set and locomo, passkey in the second:"
+        in capsys.readouterr().err
+    )
+    words = [str(tmp_path / "a"), str(tmp_path / "a"), "--metric", "nope", "--metric", "accuracy"]
+    assert command.main(words) == 2
+    said = "no sample of both sets tells nope: name another with --metric, such as accuracy"
+    assert said in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path, capsys):
+    store(tmp_path / "a", "rkv", [1, 0])
+    for out in (tmp_path, "/proc/nope/gap.json", only_rows(tmp_path / "a") / "gap.json"):
+        assert command.main([str(tmp_path / "a"), str(tmp_path / "a"), "--json", str(out)]) == 1
+        found = capsys.readouterr()
+        assert found.err.startswith("kvexp: ") and found.err.count("\n") == 1 and not found.out
+        assert "cannot be used (" in found.err and "name a file that can be written" in found.err

@@ -191,3 +191,37 @@ def test_a_thousand_cells_are_fast_and_torch_stays_out(tmp_path: Path) -> None:
     spent = time.perf_counter() - start
     assert done.stdout.splitlines() == ["1000 cells: 1000 complete", "set() 0"]
     assert spent < 5, spent
+
+
+def test_files_that_are_no_record_are_broken_cells(tmp_path: Path) -> None:
+    cell = grid(tmp_path, "0")[0]
+    cell.run_dir.mkdir(parents=True)
+    for text in ("[" * 100_000 + "]" * 100_000, json.dumps({**record(cell), "identity": "words"})):
+        (cell.run_dir / "record.json").write_text(text)
+        (found,) = states(tmp_path).values()
+        assert found.state == "broken" and "\n" not in found.reason
+    assert found.reason == "record.json cannot be read: identity must be an object or null"
+    (tmp_path / "plans").mkdir()
+    (tmp_path / "plans/deep.json").write_text("[" * 100_000)
+    assert states(tmp_path)["plans/deep.json"].state == "broken"
+
+
+def test_a_folder_that_is_no_output_dir_is_refused(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    cell = grid(tmp_path / "outputs", "0")[0]
+    folder = RunFolder(cell.run_dir)
+    folder.write_record(record(cell))
+    (folder.path / "old-1").mkdir()
+    (folder.path / "old-1/record.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    for wrong in (tmp_path, *list(cell.run_dir.parents)[:4], cell.run_dir):
+        assert status.main([str(wrong)]) == 2
+        told = capsys.readouterr()
+        said = f"there are no cells of an output_dir in {wrong}: name the output_dir of the runs, outputs"
+        assert told.err == f"kvexp: {said}\n" and not told.out
+    assert status.main(["outputs"]) == 0
+    (tmp_path / "other/notes").mkdir(parents=True)
+    assert status.main(["other"]) == 2
+    assert "name the output_dir of the runs, such as outputs" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert status.main(["empty"]) == 0
+    assert capsys.readouterr().out == "0 cells: none\n"

@@ -3,75 +3,105 @@
     python -m kvexp.compare outputs/intents/smollm2-135m/full outputs/intents/smollm2-135m/asm --json gap.json
 
 A and B are folders of runs: two methods, two versions of the code, two number types. Cells are matched by
-every choice in which the sets do not differ throughout. Exit codes: 0 compared, 2 nothing to compare.
+every choice in which the sets do not differ throughout. Exit codes: 0 compared, 1 the JSON
+cannot be written, 2 nothing to compare.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvexp.ended import ended
 from kvexp.errors import UserError
+
+UNSOUND = ("broken", "lost")  # kinds of problems that keep a run's samples out of the comparison
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table, and write the JSON where it is asked for."""
     args = _parser().parse_args(argv)
-    try:
-        found = compare(args.first, args.second, args.metric)
-        text = render(found)
-        if args.json is not None:
-            from kvexp.files import write_atomic
+    return ended(lambda: _write(args), "name a file that can be written with --json")
 
-            write_atomic(args.json, (json.dumps(found, indent=2, ensure_ascii=False) + "\n").encode())
-    except UserError as error:
-        print(f"kvexp: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    print(text, end="")
+
+def _write(args: argparse.Namespace) -> int:
+    found = compare(args.first, args.second, args.metric)
+    if args.json is not None:
+        from kvexp.files import write_atomic
+
+        text = json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        write_atomic(args.json, text.encode("utf-8", "backslashreplace"))
+    print(render(found), end="")
     return 0
 
 
 def compare(first: str | Path, second: str | Path, metrics: Sequence[str] = ()) -> dict[str, Any]:
     """Return the paired differences B - A of all matched cells, and of their means over seeds, as plain data.
 
-    Raises UserError when a folder is missing, no cell has a partner, or no metric is known of both.
+    Raises UserError when a folder is missing, the tasks differ, no cell has a partner, or no metric is known
+    of both. A run whose record or samples are unsound is left out, and named.
     """
     from kvexp.report.collect import collect
-    from kvexp.report.items import Items
     from kvexp.report.matching import match
 
+    found = [collect([folder]) for folder in (first, second)]
+    unsound = [[p for p in one.problems if p.kind in UNSOUND] for one in found]
     sides = [
-        [record for record in collect([folder]).records if record["status"] == "complete"]
-        for folder in (first, second)
+        _complete(folder, one.records, problems)
+        for folder, one, problems in zip((first, second), found, unsound, strict=True)
     ]
-    for folder, side in zip((first, second), sides, strict=True):
-        if not side:
-            raise UserError(f"no run below {folder} is complete: wait for one, or name another folder")
     matched = match(*sides)
     if not matched.pairs:
         raise UserError(
             f"no cell of {first} has a partner in {second}: run the same task, budget and seeds in both"
         )
-    names = list(metrics) or _headlines(matched.pairs)
-    items = Items()
-    rows = [row for name in names for row in _rows(matched.pairs, name, items)]
-    if not rows:
-        raise UserError(
-            f"no sample of both sets tells {' or '.join(names)}: name another with --metric, such as"
-            f" {' or '.join(_shared(matched.pairs)[:3]) or 'one that both have'}"
-        )
     return {
         "a": str(first),
         "b": str(second),
         "differing": {key: list(values) for key, values in matched.differing.items()},
-        "rows": _corrected(rows),
+        "rows": _corrected(_all_rows(matched.pairs, metrics)),
         "only_a": [record["folder"] for record in matched.only_first],
         "only_b": [record["folder"] for record in matched.only_second],
+        **{f"unsound_{side}": _told(problems) for side, problems in zip("ab", unsound, strict=True)},
     }
+
+
+def _complete(folder: str | Path, records: Sequence[Any], unsound: Sequence[Any]) -> list[Any]:
+    """Return the complete records whose samples can be read. Raises UserError when there is none."""
+    kept = [r for r in records if r["status"] == "complete" and r.get("samples") is not False]
+    if not kept:
+        why = [f" ({problem.folder} is {problem.kind}: {problem.reason})" for problem in unsound[:1]]
+        raise UserError(
+            f"no run below {folder} is complete{''.join(why)}: wait for one, or name another folder"
+        )
+    return kept
+
+
+def _all_rows(pairs: Sequence[Any], metrics: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows of every metric.
+
+    Raises UserError when one that was asked for has none, or all have none.
+    """
+    from kvexp.report.items import Items
+
+    items = Items()
+    by_name = {name: _rows(pairs, name, items) for name in dict.fromkeys(metrics or _headlines(pairs))}
+    rows = [row for found in by_name.values() for row in found]
+    untold = [name for name, found in by_name.items() if not found]
+    if untold and (metrics or not rows):
+        shared = [name for name in _shared(pairs) if name not in untold]
+        raise UserError(
+            f"no sample of both sets tells {' or '.join(untold)}: name another with --metric, such as"
+            f" {' or '.join(shared[:3]) or 'one that both have'}"
+        )
+    return rows
+
+
+def _told(problems: Sequence[Any]) -> list[dict[str, str]]:
+    return [{"folder": problem.folder, "reason": problem.reason} for problem in problems]
 
 
 def _rows(pairs: Sequence[Any], metric: str, items: Any) -> list[dict[str, Any]]:

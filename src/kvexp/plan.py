@@ -56,7 +56,7 @@ def read_plan(path: Path) -> Plan:
         node: Any = json.loads(path.read_bytes())
         cells = tuple(Planned(_text(cell["folder"]), _text(cell["command"])) for cell in node["cells"])
         return Plan(path.stem, _text(node["command"]), cells)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is no plan of a grid: remove it, and start the grid again") from error
 
 

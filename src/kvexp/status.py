@@ -26,15 +26,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from kvexp.ended import ended
 from kvexp.errors import UserError
 from kvexp.plan import PLANS, Plan, read_plan
-from kvexp.report.record import validate_record
+from kvexp.report.stored import read_record
 
 State = Literal["complete", "running", "failed", "interrupted", "broken", "missing"]
 STATES: tuple[State, ...] = ("complete", "running", "failed", "interrupted", "broken", "missing")
 AGAIN = ("failed", "interrupted", "broken", "missing")
 DEPTH = 5  # folders of a cell below the output folder: task, model, method, budget, cell
 MARKS = ("record.json", "config.yaml", "samples.jsonl", "inputs.json", ".lock")
+RESULTS = ("record.json", "samples.jsonl")  # of these marks those that nothing but a cell has
 NOT_CELLS = ("store", "wandb", PLANS)
 
 
@@ -55,11 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--grid", metavar="NAME", help="only the cells of one planned grid")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     args = parser.parse_args(argv)
-    try:
-        cells, grids = survey(Path(args.folder), args.grid)
-    except UserError as error:
-        print(f"kvexp: {error}", file=sys.stderr)
-        return 2
+    return ended(lambda: _print(args), "name a folder that can be read")
+
+
+def _print(args: argparse.Namespace) -> int:
+    cells, grids = survey(Path(args.folder), args.grid)
     if args.json:
         print(json.dumps({"cells": [dataclasses.asdict(cell) for cell in cells]}, indent=1))
     else:
@@ -71,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def survey(folder: Path, grid: str | None = None) -> tuple[list[Cell], list[Plan]]:
     """Return the cells below an output folder, those that are only planned too, and the plans.
 
-    Raises UserError for a folder or a grid that does not exist.
+    Raises UserError for a folder or a grid that does not exist, and for a folder that has something in it,
+    yet no cell: one of a task, say, or of several outputs.
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder: name the output_dir of the runs, such as outputs/")
@@ -85,6 +88,8 @@ def survey(folder: Path, grid: str | None = None) -> tuple[list[Cell], list[Plan
     started = {str(path.relative_to(folder)): path for path in _cell_folders(folder)}
     names = sorted({**planned, **({} if grid is not None else started)})
     cells = [_look(folder, name, planned.get(name, "")) for name in names]
+    if not cells and not damaged and any(folder.iterdir()):
+        raise UserError(f"there are no cells of an output_dir in {folder}: name {_output_near(folder)}")
     return [*cells, *damaged], plans
 
 
@@ -102,12 +107,25 @@ def _cell_folders(folder: Path) -> Iterator[Path]:
     """Yield the folders of cells, without walking into stores, logs and what was set aside."""
     for where, below, files in os.walk(folder):
         depth = len(Path(where).relative_to(folder).parts)
-        if depth >= DEPTH:
+        if depth < DEPTH and any(mark in files for mark in RESULTS):
+            below.clear()  # a cell at another depth: what lies in it was set aside
+        elif depth >= DEPTH:
             below.clear()
             if any(mark in files for mark in MARKS):
                 yield Path(where)
         else:
             below[:] = sorted(name for name in below if name not in NOT_CELLS and not name.startswith("."))
+
+
+def _output_near(folder: Path) -> str:
+    """Return in words the output_dir whose cells lie below `folder` or hold it, as far as one is found."""
+    for where, below, files in os.walk(folder):
+        below[:] = sorted(name for name in below if name not in NOT_CELLS and not name.startswith("."))
+        if any(mark in files for mark in RESULTS):
+            parents = Path(where).absolute().parents
+            if len(parents) >= DEPTH:
+                return f"the output_dir of the runs, {os.path.relpath(parents[DEPTH - 1])}"
+    return "the output_dir of the runs, such as outputs"
 
 
 def _look(output: Path, name: str, planned: str) -> Cell:
@@ -121,8 +139,7 @@ def _look(output: Path, name: str, planned: str) -> Cell:
             return Cell(name, "interrupted", _progress(folder, "ended without a record"), command)
         return Cell(name, "missing", "never started", command)
     try:
-        content = json.loads(record.read_bytes())
-        validate_record(content)
+        content = read_record(record)
     except (OSError, ValueError) as error:
         anew = f"{command} resume=false" if command else ""
         return Cell(name, "broken", f"record.json cannot be read: {error}", anew)
@@ -153,12 +170,14 @@ def _holder(folder: Path) -> str:
     try:
         holder: Any = json.loads((folder / ".lock").read_bytes())
         return f"process {holder['pid']} on {holder['host']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "another process"
 
 
 def _progress(folder: Path, said: str) -> str:
-    files = folder.glob("samples*.jsonl")  # while several ranks answer, each has one of its own
+    files = filter(
+        Path.is_file, folder.glob("samples*.jsonl")
+    )  # while several ranks answer, each has one of its own
     samples = sum(path.read_bytes().count(b"\n") for path in files)
     return f"{said}, {samples} samples" if samples else said
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+from urllib.parse import unquote_to_bytes, urljoin, urlsplit
+
+import pytest
 
 from kvexp.report.details import ROOM, detail, memory_of, shortened
 from kvexp.report.items import Items
@@ -17,6 +21,16 @@ def test_twenty_samples_and_links_to_the_rest(tmp_path, make_record, make_sample
         "record.json": "../runs/a/record.json",
         "samples.jsonl": "../runs/a/samples.jsonl",
     }
+
+
+@pytest.mark.parametrize("name", ["a#1", "b?x=1", "100%41", "javascript:alert(1)", 'd é&"<', b"\xff"])
+def test_an_address_leads_to_its_file(name, tmp_path, make_record, make_samples, store):
+    record = store(tmp_path / os.fsdecode(name) / "x#y", make_record(), make_samples([1]))
+    page = tmp_path / "index.html"
+    for file, address in detail(record, Items(), page)["files"].items():
+        found = urlsplit(urljoin(page.as_uri(), address))
+        assert (found.scheme, found.query, found.fragment) == ("file", "", "")
+        assert unquote_to_bytes(found.path) == os.fsencode(record["folder"]) + b"/" + file.encode()
 
 
 def test_long_texts_keep_head_and_tail_and_fit():

@@ -59,6 +59,24 @@ def test_mistakes(words, said, runs, tmp_path, capsys):
     assert found.startswith("kvexp: ") and said in found and found.count("\n") == 1
 
 
+def test_a_place_that_cannot_be_written_is_one_sentence(runs, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "file"
+    file.write_text("kept")
+
+    def full(data, folder):
+        raise OSError(28, "No space left on device")
+
+    for out in ("/proc/nope", file, file / "below"):
+        assert command.main([str(runs), "--out", str(out), "--tables"]) == 1
+        found = capsys.readouterr()
+        assert found.err.startswith("kvexp: ") and found.err.count("\n") == 1 and not found.out
+        assert "cannot be used (" in found.err and "with --out" in found.err
+    assert file.read_text() == "kept"
+    monkeypatch.setattr(paper_figures, "draw_figures", full)
+    assert command.main([str(runs), "--out", str(tmp_path / "out")]) == 1
+    assert "the output cannot be used (No space left on device)" in capsys.readouterr().err
+
+
 def test_nothing_heavy_is_loaded_for_help():
     code = (
         "import sys\nimport kvexp.report.__main__ as m\n"

@@ -1,16 +1,16 @@
 """`python -m kvexp.report outputs/`: tables, figures and one page of every run below a folder.
 
-Exit codes: 0 written, 2 the command line was wrong or there is nothing to report. A mistake is one line.
+Exit codes: 0 written, 1 a file cannot be written, 2 the command line was wrong or there
+is nothing to report. A mistake is one line.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvexp.errors import UserError
+from kvexp.ended import ended
 
 OUT = "report"
 
@@ -18,14 +18,13 @@ OUT = "report"
 def main(argv: Sequence[str] | None = None) -> int:
     """Write a report and say where it is."""
     args = _parser().parse_args(argv)
-    try:
-        from kvexp.report.write import write_report
+    return ended(lambda: _write(args), "name a folder that can be written with --out")
 
-        written = write_report(args.folders, args.out, args.experiment, args.tables)
-    except UserError as error:
-        print(f"kvexp: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    print(f"report: {written}")
+
+def _write(args: argparse.Namespace) -> int:
+    from kvexp.report.write import write_report
+
+    print(f"report: {write_report(args.folders, args.out, args.experiment, args.tables)}")
     return 0
 
 

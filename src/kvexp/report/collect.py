@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +10,7 @@ from typing import Any, Literal
 
 from kvexp.errors import UserError
 from kvexp.report.folder import FILES
-from kvexp.report.record import validate_record
-from kvexp.report.samples import SampleFile
+from kvexp.report.stored import check_shown, read_record, read_samples
 
 Kind = Literal["failed", "partial", "broken", "repeated", "lost"]
 KINDS: Mapping[Kind, str] = {
@@ -86,13 +84,13 @@ def _read(run: Path, found: Collected) -> None:
         found.problems.append(Problem("partial", str(run), f"{lines} samples on disk"))
         return
     try:
-        record = json.loads(path.read_bytes())
-        validate_record(record)
+        record = read_record(path)
+        check_shown(record)
     except (OSError, ValueError) as error:
         found.problems.append(Problem("broken", str(run), f"record.json: {error}"))
         return
     try:
-        SampleFile(run / "samples.jsonl").read()
+        read_samples(run / "samples.jsonl")
     except (OSError, ValueError) as error:
         found.problems.append(Problem("lost", str(run), f"samples.jsonl: {error}"))
         found.records.append({**record, "folder": str(run), "samples": False})
@@ -103,7 +101,8 @@ def _read(run: Path, found: Collected) -> None:
 
 
 def _sample_lines(run: Path) -> int:
-    return sum(path.read_bytes().count(b"\n") for path in run.glob("samples*.jsonl"))  # and those of ranks
+    files = (path for path in run.glob("samples*.jsonl") if path.is_file())  # and those of ranks
+    return sum(path.read_bytes().count(b"\n") for path in files)
 
 
 def _keep_latest(found: Collected) -> None:

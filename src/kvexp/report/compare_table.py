@@ -40,6 +40,9 @@ def table(found: Mapping[str, Any]) -> str:
             more = f" and {len(alone) - NAMED} more" if len(alone) > NAMED else ""
             named = f"without a partner, in {side.upper()}: {', '.join(alone[:NAMED])}{more}"
             console.print(Text(named), width=WIDTH)
+        for one in found[f"unsound_{side}"]:
+            left_out = f"left out, in {side.upper()}: {one['folder']}: {one['reason']}"
+            console.print(Text(left_out), width=WIDTH)
     return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip().splitlines()) + "\n"
 
 

@@ -7,8 +7,10 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from kvexp.report.items import Items, Record
+from kvexp.report.stored import parse
 
 SAMPLES = 20
 TEXT = 1200  # characters of one text; the file has the rest
@@ -17,7 +19,7 @@ LINKED = ("record.json", "samples.jsonl", "config.yaml", "memory.json", "log.txt
 
 
 def detail(record: Record, items: Items, page: Path) -> dict[str, Any]:
-    """Return the plain data of one cell; links are relative to the folder that `page` lies in."""
+    """Return the plain data of one cell; links are addresses relative to the folder that `page` lies in."""
     samples = items.samples(record)
     return {
         "samples": shortened(samples[:SAMPLES]),
@@ -42,7 +44,7 @@ def shortened(samples: Sequence[Mapping[str, Any]], room: int = ROOM) -> list[di
 def memory_of(record: Record) -> dict[str, Any]:
     """Return what memory.json tells of the calibration, {} where the run had none."""
     try:
-        pointer = json.loads((Path(record["folder"]) / "memory.json").read_bytes())
+        pointer = parse((Path(record["folder"]) / "memory.json").read_bytes())
     except (OSError, ValueError):
         return {}
     if not isinstance(pointer, dict) or not isinstance(pointer.get("manifest"), dict):
@@ -74,9 +76,11 @@ def _cut(text: str, limit: int) -> str:
 
 
 def _links(folder: str, page: Path) -> dict[str, str]:
+    """Return the address of each file, with `#`, `?`, `%` and `:` of folder names escaped."""
     found = [name for name in LINKED if (Path(folder) / name).exists()]
     start = page.resolve().parent
-    return {name: os.path.relpath(Path(folder).resolve() / name, start) for name in found}
+    paths = {name: os.path.relpath(Path(folder).resolve() / name, start) for name in found}
+    return {name: quote(os.fsencode(path)) for name, path in paths.items()}
 
 
 def _long(value: Any) -> bool:

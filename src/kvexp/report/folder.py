@@ -21,8 +21,9 @@ from typing import Any, Literal
 
 from kvexp.errors import UserError
 from kvexp.files import Say, file_lock, read_only, remove_leftovers, sync_folder, tell, write_atomic
-from kvexp.report.record import dump_record, validate_record
+from kvexp.report.record import dump_record
 from kvexp.report.samples import SampleFile
+from kvexp.report.stored import read_record
 
 Status = Literal["complete", "partial", "new"]
 
@@ -76,8 +77,7 @@ class RunFolder:
         if not path.exists():
             return None
         try:
-            record = json.loads(path.read_bytes())
-            validate_record(record)
+            record = read_record(path)
         except ValueError as error:
             raise UserError(
                 f"{path} cannot be read ({error}): start with resume=false, which sets it aside"

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from kvexp.report.samples import SampleFile
+from kvexp.report.stored import read_samples
 
 Record = Mapping[str, Any]
 Item = tuple[str, str, str]
@@ -33,7 +33,7 @@ class Items:
         if folder is None or record.get("samples") is False:  # they cannot be read
             return []
         if folder not in self._read:
-            self._read[folder] = SampleFile(Path(folder) / "samples.jsonl").read()
+            self._read[folder] = read_samples(Path(folder) / "samples.jsonl")
         return self._read[folder]
 
     def answers(self, record: Record, metric: str) -> Answers:

@@ -41,11 +41,17 @@ def match(first: Sequence[Record], second: Sequence[Record]) -> Matched:
 
     A choice whose values in one set are none of those in the other is what differs, and is not matched on;
     where the methods differ, neither are their knobs. One cell may stand beside several (a baseline beside
-    every budget). Raises UserError when several cells of both sets agree in all that is left.
+    every budget). Raises UserError when the tasks differ, or several cells of both sets agree in all that is
+    left.
     """
     settings = {id(record): settings_of(record) for record in (*first, *second)}
     ours, theirs = ([settings[id(record)] for record in side] for side in (first, second))
     apart = _differing(ours, theirs)
+    if "task" in apart:
+        raise UserError(
+            f"the tasks differ, {' in the first set and '.join(apart['task'])} in the second: name folders of"
+            " the same task"
+        )
     dropped = {key for key in _keys([*ours, *theirs]) if key in apart or _follows(key, apart)}
     groups: dict[str, tuple[list[Record], list[Record]]] = {}
     for place, side in enumerate((first, second)):

@@ -91,6 +91,8 @@ def validate_record(record: Any) -> None:
     for key in ("choices", "metrics", "cache", "timing", "provenance"):
         _need(isinstance(record.get(key), Mapping), key, "must be an object")
     _need("fidelity" in record, "fidelity", "is missing")
+    identity = record.get("identity")
+    _need(identity is None or isinstance(identity, Mapping), "identity", "must be an object or null")
     _validate_choices(record["choices"])
     _validate_metrics(record["metrics"], complete)
     _validate_numbers(record["cache"], "cache", (*STORAGE, *COUNTERS) if complete else ())
@@ -120,7 +122,7 @@ def read_records(folder: str | Path, say: Say = tell) -> list[dict[str, Any]]:
         try:
             record = json.loads(path.read_bytes())
             validate_record(record)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             say(f"{path} is left out: {error}")
             continue
         records.append({**record, "folder": str(path.parent)})

@@ -201,7 +201,7 @@ def _id(row: bytes) -> str | None:
     """Return the id of a line, None where it cannot be read."""
     try:
         found = json.loads(row)["id"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return found if isinstance(found, str) else None
 

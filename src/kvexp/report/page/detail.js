@@ -34,7 +34,7 @@ function sampleCard(sample) {
 }
 
 function fileLinks(files) {
-  return el("ul", { class: "files" }, ...Object.entries(files).map(([name, path]) => el("li", {}, el("a", { href: encodeURI(path) }, name))));
+  return el("ul", { class: "files" }, ...Object.entries(files).map(([name, path]) => el("li", {}, el("a", { href: path }, name))));
 }
 
 function openCell(cell) {
@@ -69,6 +69,6 @@ function sampleList(more) {
   if (!more.samples.length) return [el("h2", {}, "Samples"), el("p", { class: "soft" }, "No sample can be read.")];
   const rest = more.total - more.samples.length, link = more.files["samples.jsonl"];
   const note = el("p", { class: "soft small" }, `The first ${more.samples.length} of ${amount(more.total)}, long texts cut. `);
-  if (link) note.append(el("a", { href: encodeURI(link) }, rest > 0 ? `All ${amount(more.total)} in samples.jsonl` : "samples.jsonl"));
+  if (link) note.append(el("a", { href: link }, rest > 0 ? `All ${amount(more.total)} in samples.jsonl` : "samples.jsonl"));
   return [el("h2", {}, "Samples"), note, ...more.samples.map(sampleCard)];
 }
