@@ -120,7 +120,7 @@ def test_an_array_with_a_cell_that_fails_and_one_that_is_preempted(slurm, enviro
 
 
 def test_a_job_goes_on_after_a_time_out_and_a_killed_one_is_noticed(slurm, environment, tmp_path) -> None:
-    grid = f"{TINY} method=truncate batch_size=1 budget=250 limit=150"
+    grid = f"{TINY} task.n_test=600 method=truncate batch_size=1 budget=250"  # more than is done by the kill
     cells = cells_of(grid, tmp_path)
     # Of a job of less than ten minutes, submitit takes every warning for a time-out.
     words = f"-m cluster=slurm_array {JOBS} hydra.launcher.timeout_min=9 {grid}"
