@@ -24,7 +24,7 @@ import torch
 from kvexp.attention.bands import Bands, wide
 from kvexp.cache.rows import over_heads
 from kvexp.stats.moments import Moments
-from kvexp_kernels.trig_score import Spread
+from kvexp_kernels.trig_score import Spread, trig_score
 from kvexp_kernels.trig_score.reference import spread_score
 
 BLOCK = 1024  # rows whose cosines stand in memory at once
@@ -69,9 +69,7 @@ def centre(moments: Moments, bands: Bands, gains: torch.Tensor, upcoming: torch.
 
 def against(keys: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
     """Return the dot products [B, Hq, S] of keys [B, Hk, S, D] with a vector [B or 1, Hq, D] a query head."""
-    heads = keys.shape[1]
-    by_key = vectors.to(keys.device, keys.dtype).unflatten(1, (heads, -1))  # [B, Hk, group, D]
-    return (keys @ by_key.transpose(-1, -2)).transpose(-1, -2).flatten(1, 2)
+    return trig_score(keys, vectors)
 
 
 def cosines(
