@@ -23,22 +23,17 @@ from kvexp.errors import UserError
 from kvexp.evaluation import labels
 from kvexp.report.folder import RunFolder
 from kvexp.run import run
+from waiting import until
 
 ATTEMPTS, STARTS = 3, 8
 
 
 @pytest.fixture(scope="module")
-def once(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, float]:
-    """The samples of a cell that nobody interrupted, and the seconds that it took."""
-    settings, start = cell(tmp_path_factory.mktemp("undisturbed")), time.perf_counter()
-    run(settings)
-    return samples_of(settings), time.perf_counter() - start
-
-
-@pytest.fixture(scope="module")
-def undisturbed(once: tuple[bytes, float]) -> bytes:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The samples of a cell that nobody interrupted."""
-    return once[0]
+    settings = cell(tmp_path_factory.mktemp("undisturbed"))
+    run(settings)
+    return samples_of(settings)
 
 
 def refuse(*arguments: Any, **options: Any) -> Any:
@@ -225,14 +220,16 @@ def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
 
 
 def test_a_killed_run_completes_with_the_same_samples(
-    starter: Starter, once: tuple[bytes, float], tmp_path: Path
+    starter: Starter, undisturbed: bytes, tmp_path: Path
 ) -> None:
-    """Killed at random moments; the last start is a command of its own (about 8 s)."""
-    (undisturbed, seconds), settings, ends = once, cell(tmp_path), []
-    line = words(tmp_path, "batch_size=1")  # many batches, and longer than what was timed
-    for _ in range(ATTEMPTS):
+    """Killed after random numbers of samples; the last start is a command of its own (about 8 s)."""
+    settings, ends, rng = cell(tmp_path), [], random.SystemRandom()
+    line = words(tmp_path, "batch_size=1")  # one sample at a time
+    samples, n = settings.run_dir / "samples.jsonl", undisturbed.count(b"\n")
+    for written in sorted(rng.sample(range(n - 1), ATTEMPTS)):
         process = starter.start(line)
-        time.sleep(random.SystemRandom().uniform(0.2, 0.3 + 2 * seconds))
+        time.sleep(rng.uniform(0, 0.2))
+        until(lambda least=written: samples.is_file() and samples.read_bytes().count(b"\n") >= least)
         os.kill(process, signal.SIGKILL)  # not yet waited for, so the number is still its own
         ends.append(starter.wait(process))
     assert -signal.SIGKILL in ends, starter.log.read_text()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any, get_type_hints
 
 import yaml
@@ -70,20 +71,18 @@ def _part(group: str, key: str, given: Any) -> Any:
 
 def target(group: str, choice: str, node: Mapping[str, Any]) -> Any:
     """Return the dataclass that `node` names; a UserError when it names none."""
-    from hydra.utils import get_class
-
     where, name = f"conf/{group}/{choice}.yaml", node.get("_target_")
     if not isinstance(name, str):
         raise UserError(f"{where} names no class: it needs a line such as `_target_: package.module.Class`")
     try:
-        cls = get_class(name)
-    except ImportError as error:
+        cls = _named(name)
+    except Exception as error:  # whatever the user's module raises as it is imported
         raise UserError(f"{where} names {name}, which cannot be imported: {_first_line(error)}") from error
-    except ValueError as error:
-        raise UserError(f"{where} names {name}, which is no class") from error
+    if not isinstance(cls, type):
+        raise UserError(f"{where} names {name}, which is no class")
     if not dataclasses.is_dataclass(cls):
         raise UserError(f"{where} names {name}, which is no dataclass: a {group} is one")
-    if group in _BASES and not issubclass(cls, get_class(_BASES[group])):
+    if group in _BASES and not issubclass(cls, _named(_BASES[group])):
         raise UserError(f"{where} names {name}, which is no {group}: it subclasses {_BASES[group]}")
     return cls
 
@@ -104,7 +103,13 @@ def trainer(node: Mapping[str, Any], **extra: Any) -> Any:
         raise UserError(f"the trainer cannot be made: {reason}") from error
 
 
+def _named(path: str) -> Any:
+    # Hydra's get_class does the same, but logs its own lines before it raises.
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
 def _first_line(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
-    return str(error).strip().splitlines()[0]
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -9,15 +9,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cells import samples_of
 from kvexp import cli
 from kvexp.run import run
+from waiting import until
 
 ROOT = Path(__file__).parents[2]
 WORDS = [
@@ -101,7 +100,7 @@ def test_a_dead_rank_ends_the_run_with_a_reason(tmp_path: Path, after: float | N
     process = start(tmp_path, "limit=400", "batch_size=1")
     other = rank_1(process)
     if after is None:
-        wait_for(lambda: list(tmp_path.rglob("samples.1.jsonl")))
+        until(lambda: list(tmp_path.rglob("samples.1.jsonl")))
     else:
         time.sleep(after)
     os.kill(other, signal.SIGKILL)
@@ -119,10 +118,10 @@ def test_a_dead_rank_ends_the_run_with_a_reason(tmp_path: Path, after: float | N
 def test_ranks_end_with_the_first(tmp_path: Path) -> None:
     process = start(tmp_path, "limit=400", "batch_size=1")
     other = rank_1(process)
-    wait_for(lambda: list(tmp_path.rglob("samples.1.jsonl")))
+    until(lambda: list(tmp_path.rglob("samples.1.jsonl")))
     process.kill()
     process.communicate(timeout=60)
-    wait_for(lambda: not Path(f"/proc/{other}").exists(), 10)
+    until(lambda: not Path(f"/proc/{other}").exists(), 10)
 
 
 @pytest.mark.cluster
@@ -159,11 +158,3 @@ def test_three_processes_answer_as_one(words: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     [settings] = cli.settings_of(three)
     assert samples_of(settings) == samples_of(alone)
-
-
-def wait_for(what: Callable[[], Any], seconds: float = 120) -> None:
-    """Wait until `what` is true."""
-    until = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < until
-        time.sleep(0.02)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvexp.crew.line import Caller, Hub, LineLost
+from waiting import until
 
 
 class Party:
@@ -42,13 +43,6 @@ def party() -> Iterator[Callable[[int], Party]]:
     yield make
     for one in made:
         one.hub.close()
-
-
-def until(what: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 10
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_values_are_gathered_in_the_order_of_ranks_and_given_to_all(party: Any) -> None:
