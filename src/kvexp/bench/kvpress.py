@@ -8,6 +8,7 @@ import subprocess
 import venv
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def default_folder() -> Path:
 
 
 def environment(folder: Path) -> Path:
-    """Return the python of an environment with kvpress, made where there is none (some GB, some minutes).
+    """Return the python of an environment with kvpress and our version of torch, made where there is none.
 
     Raises UserError where it cannot be installed.
     """
@@ -33,7 +34,8 @@ def environment(folder: Path) -> Path:
     if not ready.exists():
         print(f"installing kvpress {VERSION} into {folder}: some GB, some minutes", flush=True)
         venv.create(folder, with_pip=True)
-        done = subprocess.run([python, "-m", "pip", "install", f"kvpress=={VERSION}"])
+        torch = f"torch=={version('torch').partition('+')[0]}"
+        done = subprocess.run([python, "-m", "pip", "install", f"kvpress=={VERSION}", torch])
         if done.returncode:
             raise UserError(
                 f"kvpress {VERSION} could not be installed into {folder}: what pip said stands above; give"
