@@ -9,6 +9,7 @@ import torch
 
 from kvexp.attention.function import Call
 from kvexp.attention.options import options_of
+from kvexp.attention.sinks import softmax
 from kvexp.budget import Budget
 from kvexp.cache.evicting import EvictingLayer
 from kvexp.cache.kv_cache import KVCache, prefill
@@ -250,11 +251,7 @@ def _weights(
     folded = query.to(dtype).reshape(batch, keys.shape[1], -1, width)
     scores = folded @ keys.to(dtype).transpose(-1, -2) * scale
     scores = scores.view(batch, heads, length, -1).masked_fill(~visible, -torch.inf)
-    if sinks is None:
-        return scores.softmax(-1)
-    return (
-        scores.softmax(-1) * torch.sigmoid(scores.logsumexp(-1) - sinks.to(dtype)[None, :, None])[..., None]
-    )
+    return softmax(scores, sinks)
 
 
 def _visible(layer: EvictingLayer, call: Call, counted: torch.Tensor) -> torch.Tensor:
