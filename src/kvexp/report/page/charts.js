@@ -181,7 +181,7 @@ function everyStep(group, hidden) {
     ms.forEach((value, at) => data.push({ label: row.label, budget: row.budget, is: rowName(row), step: at * every, ms: value, left: left.has(at) ? "yes" : "no" }));
   }
   const x = { field: "step", type: "quantitative", title: "step of decoding", axis: { grid: false, tickMinStep: 1 }, scale: { nice: false } };
-  const y = { field: "ms", type: "quantitative", title: "ms", scale: { type: "log", nice: true }, axis: { format: "~s", tickCount: 5 } };
+  const y = { field: "ms", type: "quantitative", title: "ms", scale: { type: "log", nice: false, padding: 8 }, axis: { format: "~s", tickCount: 5 } };
   const tooltip = [{ field: "is", title: "row" }, { field: "step" }, { field: "ms", title: "ms", format: ",.1f" }, { field: "left", title: "rows left" }];
   const opacity = fainter(data);
   return { data: { values: data }, layer: [
