@@ -98,7 +98,7 @@ class View:
     @property
     def length(self) -> list[int]:
         """Rows that a KV head holds now, the mean over heads, for each sequence."""
-        return [total // self.heads for total in self.evictor.totals[self.index]]
+        return [total // self.heads for total in self.evictor.tally.totals[self.index]]
 
     @property
     def window(self) -> Window:
