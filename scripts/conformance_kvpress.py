@@ -72,6 +72,7 @@ CASES = (
     Case("expected_attention", {}, "ExpectedAttention"),
     Case("kvzip", {"level": "pair", **KVZIP}, "KVzip", {"chunk_size": 64}),
     Case("kvzip", {"level": "layer", **KVZIP}, "KVzip", {"chunk_size": 64, "layerwise": True}),
+    Case("kvzip", {"plus": True, **KVZIP}, "KVzip", {"chunk_size": 64, "kvzip_plus_normalization": True}),
 )
 RUNS = [(case, budget) for case in CASES for budget in BUDGETS]
 

@@ -69,7 +69,8 @@ def test_samples_are_those_of_one_rank(kind: str, tmp_path: Path) -> None:
         assert samples_of(several) == samples_of(one)
         assert found["metrics"] == record["metrics"] and found["provenance"]["processes"] == ranks
         assert {path.name for path in several.run_dir.iterdir()} <= {
-            *(".lock", "config.yaml", "inputs.json", "memory.json", "record.json", "samples.jsonl")
+            *(".lock", "config.yaml", "inputs.json", "latency.json", "memory.json", "record.json"),
+            "samples.jsonl",
         }
         for name in ("entries_peak", "bytes_peak", "context_tokens"):
             assert found["cache"][name] == record["cache"][name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -60,6 +61,9 @@ def small(tmp_path_factory, library, make_record, make_samples, store):
         }
         record["timing"] |= {"step_p50_s": 0.1, "step_p99_s": 0.2, "step_max_s": 0.4}
         store(folder / f"runs/{method}{budget}", record, rows)
+        if method == "snapkv":
+            steps = {"samples": ["0"], "steps": 4, "step_ms": [9.0, 2.0, 8.0, 2.0], "pruned": [2]}
+            (folder / f"runs/{method}{budget}/latency.json").write_text(json.dumps({"batches": [steps]}))
     store(folder / "runs/bad", make_record("tova", 1024, error=EVIL), [])
     (folder / "runs/half").mkdir()
     (folder / "runs/half/config.yaml").write_text("seed: 0\n")
@@ -104,7 +108,7 @@ def test_it_opens_from_disk_and_draws(window, small):
     assert window.text("h1") == "intents"
     assert "0 of 4 rows better" in window.text("#view-compare")
     window.run("window.scrollTo(0, document.body.scrollHeight)")
-    window.wait("return document.querySelectorAll('.figure svg').length === 7")
+    window.wait("return document.querySelectorAll('.figure svg').length === 8")
     titles = window.texts(".figure h3")
     assert titles == [
         "Accuracy by budget",
@@ -112,6 +116,7 @@ def test_it_opens_from_disk_and_draws(window, small):
         "Quality and latency",
         "Difference to full, on the same items",
         "Latency of a step",
+        "Latency of each step",
         "KL from full, by position",
         "Relative error, by layer",
     ]

@@ -17,6 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from kvexp.attention.sinks import kept
+
 NAME = "kvexp"
 
 
@@ -135,8 +137,7 @@ def attention(
     )
     output, lse = kvexp.attend(call)
     if s_aux is not None:  # a sink is a state with output 0: it only takes its share of the mass
-        share = torch.sigmoid(lse - s_aux.to(lse.dtype)[None, :, None])
-        output = output * share[..., None].to(output.dtype)
+        output = output * kept(lse, s_aux)[..., None].to(output.dtype)
     kvexp.after(call)
     return output.transpose(1, 2).contiguous(), None
 

@@ -1,8 +1,8 @@
 """A cache layer whose rows may leave it, head by head, while true positions stay what they are.
 
-Each KV head of each sequence keeps its own rows, in the order of their slots. The layer knows nothing of how
-rows are chosen: after each attention it hands itself to its *evictor*, which may call `keep`. Rows that are
-finished (an encoded context that several queries fork) are held by a source until somebody evicts from them.
+The layer knows nothing of how rows are chosen: after each attention it hands itself to its *evictor*, which
+may call `keep`. Rows that are finished (an encoded context that several queries fork) are held by a source
+until somebody evicts from them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from kvexp.attention.function import Call
-from kvexp.cache.dense import DenseLayer
+from kvexp.cache.headwise import HeadwiseLayer
 from kvexp.cache.packed_kept import PackedKept
 from kvexp.cache.room import SLACK, Room, spare
 from kvexp.cache.rows import KeptRows, RaggedRows, Rows, join
@@ -40,70 +40,24 @@ class Evictor(Protocol):
         ...
 
 
-class EvictingLayer(DenseLayer):
-    """slots and positions are [1 or B, 1 or H, S]; `valid` [B, H, S] marks rows that count (None: all)."""
+class EvictingLayer(HeadwiseLayer):
+    """Lets its evictor act after each attention; `remembered` and `tracks` are what that notes."""
 
     evictor: Evictor
 
     def __init__(
         self, index: int, sources: Sequence[Source] = (), seen: int = 0, backend: str = "auto"
     ) -> None:
-        super().__init__(tuple(sources), seen, None, backend)
+        super().__init__(tuple(sources), seen, backend)
         self.index = index
-        self.slots = torch.empty(1, 1, 0, dtype=torch.int32)
-        self.positions = torch.empty(1, 1, 0, dtype=torch.int32)
-        self.valid: torch.Tensor | None = None
-        self.tracks: dict[str, torch.Tensor] = {}  # what the evictor remembers of each row, [B, H, S]
         self.remembered: dict[str, torch.Tensor] = {}  # what it remembers of each sequence, [1 or B, ...]
         self.queries: Window | None = None  # the latest queries, where the evictor wants them
         self.lse: torch.Tensor | None = None  # [B, Hq, T] of the latest attention
-        self.next_position = torch.zeros(1, dtype=torch.long)  # [1 or B]: where the next token stands
 
     @property
     def wants_lse(self) -> bool:
         """Whether the evictor reads attention probabilities."""
         return self.evictor.wants_lse
-
-    @property
-    def _clean_from(self) -> int:
-        return 0  # rows of sources may become this layer's own
-
-    def _place(self) -> None:
-        super()._place()
-        self.next_position = self.q_positions[:, -1] + 1
-        self.new_rows = len(self.new)
-
-    def _join(self, slots: torch.Tensor, positions: torch.Tensor) -> None:
-        new = slots.to(torch.int32)[None, None], positions.to(torch.int32)[:, None]
-        self._slots, self._positions = (
-            _cat(old, x) for old, x in zip((self._slots, self._positions), new, strict=True)
-        )
-
-    def _note_valid(self, call: Call) -> None:
-        """Mark the new rows that are pads; known only when attention is called with the padding."""
-        padded = call.padding.pads(self.seen - self.new_rows, self.seen) > 0
-        if not padded and self.valid is None:
-            return
-        batch, heads = self.keys.shape[:2]
-        old = self.valid
-        if old is None:
-            old = self.slots.new_ones(batch, heads, self.rows - self.new_rows, dtype=torch.bool)
-        real = call.padding.at(self.q_slots) if padded else None
-        new = old.new_ones(batch, heads, self.new_rows)
-        if real is not None:
-            new = real[:, None].expand(batch, heads, -1)
-        self.valid = torch.cat([old.expand(batch, -1, -1), new], dim=-1)
-
-    def visible(self, call: Call) -> torch.Tensor | None:
-        """Return which own rows each query may see, bool [B or 1, 1 or H, T, S]; None when all are."""
-        if self.new_rows == 1 and self.valid is None:
-            return None
-        slots, ours = self.slots[:, :, None, :], self.q_slots[:, None]
-        allowed = slots <= ours
-        if self.valid is not None:
-            # A padded query sees itself: a row without any key would spread NaN to later layers.
-            allowed = (allowed & self.valid[:, :, None, :]) | (slots == ours)
-        return allowed
 
     def attend(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (output [B, Hq, T, Dv], lse or None)."""
@@ -124,22 +78,6 @@ class EvictingLayer(DenseLayer):
             self.own()
         return super().update(key_states, value_states, *args, kwargs=kwargs, **more)
 
-    def held(self) -> Rows:
-        """Return the layer's own rows as a rectangle of full shape."""
-        shape = self.keys.shape[:3]
-        slots, positions = (x.expand(shape) for x in (self.slots, self.positions))
-        tracks = {name: self._grown_track(track) for name, track in self.tracks.items()}
-        return Rows(self.keys, self.values, slots, positions, self.valid, tracks)
-
-    def _grown_track(self, track: torch.Tensor) -> torch.Tensor:
-        """Return a track with zeros for the rows that came since."""
-        batch, heads, rows = self.keys.shape[:3]
-        if track.shape[2] == rows and track.shape[0] == batch:
-            return track
-        grown = track.new_zeros(batch, heads, rows)
-        grown[:, :, : track.shape[2]] = track
-        return grown
-
     def own(self) -> None:
         """Take over the rows that sources hold, in front of the layer's own."""
         stored = [source for source in self.sources if isinstance(source, Stored)]
@@ -150,17 +88,6 @@ class EvictingLayer(DenseLayer):
         if self.rows:
             parts.append(self.held())
         self._hold(join(parts))
-
-    def _hold(self, rows: Rows) -> None:
-        self.keys, self.values, self.slots, self.positions = (
-            rows.keys,
-            rows.values,
-            rows.slots,
-            rows.positions,
-        )
-        self.valid, self.tracks = rows.valid, dict(rows.tracks)
-        self.rows, self.start = rows.keys.shape[2], 0
-        self._move_out()
 
     def keep(self, indices: torch.Tensor, valid: torch.Tensor | None, ragged: bool) -> None:
         """Keep the rows at `indices` [B, H, n], ascending; `valid` [B, H, n] marks those that count.
@@ -286,9 +213,3 @@ class EvictingLayer(DenseLayer):
                 self.remembered[name] = values.index_select(0, indices.to(values.device))
         if self.next_position.shape[0] > 1:
             self.next_position = self.next_position.index_select(0, indices.to(self.next_position.device))
-
-
-def _cat(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Join [1 or B, 1 or H, S] along S, widening where one side tells sequences or heads apart."""
-    shape = [max(a, b) for a, b in zip(old.shape[:2], new.shape[:2], strict=True)]
-    return torch.cat([x.expand(*shape, -1) for x in (old, new)], dim=-1)

@@ -17,6 +17,7 @@ from kvexp.evaluation.labels import context_of, facts_of
 from kvexp.evaluation.length import warn_of_questions
 from kvexp.evaluation.shares import score_batches
 from kvexp.measure.answered import Answered
+from kvexp.measure.latency import LatencyFile, Steps
 from kvexp.measure.timing import Stopwatch
 from kvexp.measure.usage import added, cache_usage, total_usage
 from kvexp.methods.baseline.full import Full
@@ -63,7 +64,7 @@ def answer(
         task = replace(task, questions=[replace(one, context=bare) for one in task.questions])
     session = Session(loaded, settings.method, memory, settings.budget, watch)
     warn_of_questions(session, settings.task, task.questions)
-    run = Run(settings, session, task)
+    run = Run(settings, session, task, watch, folder.latency if crew.first else None)
     apart = settings.method.needs_query
     batches = planned(task.questions, settings.batch_size, settings.sampling.samples, apart)
     order = [asked.id for asked in every(task.questions, settings.sampling.samples)]
@@ -131,10 +132,18 @@ def planned(
 
 
 class Run:
-    """Asks batches of questions under one method."""
+    """Asks batches of questions under one method; what single steps took is kept in `latency`, if given."""
 
-    def __init__(self, settings: Settings, session: Session, task: QuestionSet) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        session: Session,
+        task: QuestionSet,
+        watch: Stopwatch,
+        latency: LatencyFile | None,
+    ) -> None:
         self.settings, self.session, self.task = settings, session, task
+        self.watch, self.latency = watch, latency
         self.adapter = KVLM(session, settings.batch_size)
         self.stopped = self.adapter.stopper(task.stop)
         self.usages: list[dict[str, Any]] = []
@@ -209,9 +218,11 @@ class Run:
             names = [f"{self.settings.seed}/{one.question.id}/{one.number}" for one in asked]
             choose = Sampler(names, sampling.temperature, sampling.top_p)
         limits = [one.question.max_new_tokens for one in asked]
-        watch = self.session.watch
-        with watch("decode"):
-            made, ends = batch.generate(limits, self.stopped, choose, lambda: _step(watch))
+        steps = Steps(self.watch, batch.cache.counters)
+        with self.watch("decode"):
+            made, ends = batch.generate(limits, self.stopped, choose, steps)
+        if self.latency is not None:
+            self.latency.add([one.id for one in asked], steps)
         self.session.decoded += sum(len(ids) - 1 for ids in made)
         return made, ends
 
@@ -238,7 +249,3 @@ class Run:
             for scores, q, p in zip(found, ours, full, strict=True):
                 scores |= compared(p, q)
         return found
-
-
-def _step(watch: Any) -> Any:
-    return watch.trace("step") if isinstance(watch, Stopwatch) else watch("step")

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 
@@ -62,9 +62,13 @@ class Stopwatch:
             self._lengths[name].append(seconds)
 
     def trace(self, name: str) -> AbstractContextManager[None]:
-        """Time a block under `name` and keep its own length, for `percentiles`."""
+        """Time a block under `name` and keep its own length, for `lengths` and `percentiles`."""
         self._traced.add(name)
         return self(name)
+
+    def lengths(self, name: str) -> Sequence[float]:
+        """Return the seconds of each of the blocks traced under `name`, in order; grows as more are."""
+        return self._lengths[name]
 
     def percentiles(self, name: str) -> dict[str, float] | None:
         """Return the median, the 99th percentile and the longest of the blocks traced under `name`."""

@@ -52,6 +52,7 @@ def _row(groups: Sequence[Group], rows: Sequence[Row]) -> dict[str, Any]:
         "metrics": {MEAN: _mean(entries), **parts},
         "cost": {name: statistics.fmean(found) if found else None for name, found in costs.items()},
         "steps": dict.fromkeys(rows[0]["steps"]),
+        "latency": None,
         "curves": {along: {} for along in rows[0]["curves"]},
     }
 

@@ -15,7 +15,7 @@ from kvexp.report.stored import parse
 SAMPLES = 20
 TEXT = 1200  # characters of one text; the file has the rest
 ROOM = 16_000  # bytes of one cell's samples: a hundred cells then stay below two megabytes
-LINKED = ("record.json", "samples.jsonl", "config.yaml", "memory.json", "log.txt")
+LINKED = ("record.json", "samples.jsonl", "latency.json", "config.yaml", "memory.json", "log.txt")
 
 
 def detail(record: Record, items: Items, page: Path) -> dict[str, Any]:

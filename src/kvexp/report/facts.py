@@ -14,6 +14,7 @@ from typing import Any
 from kvexp.report.grid import Paired, Row, estimate, headlines, paired
 from kvexp.report.groups import Group
 from kvexp.report.items import Items, Record
+from kvexp.report.latency import latency_of
 from kvexp.report.significance import holm, verdict
 
 MIB = 2**20
@@ -92,6 +93,7 @@ def _row(row: Row, metrics: Sequence[str], items: Items) -> dict[str, Any]:
         },
         "cost": {name: mean_of(row.records, read) for name, read in COSTS.items()},
         "steps": {name: mean_of(row.records, _step(name)) for name in STEPS},
+        "latency": latency_of(row.records),
         "curves": _curves(row.records),
     }
 

@@ -4,6 +4,7 @@ config.yaml    resolved configuration
 inputs.json    sha256 of the model and the data, so that a run goes on with the same ones only
 record.json    the result (`kvexp.report.record`)
 samples.jsonl  one line for each document (`kvexp.report.samples`); samples.<rank>.jsonl while others help
+latency.json   what each step of decoding took (`kvexp.measure.latency`), where tokens came one by one
 memory.json    pointer to the calibration artefact in use
 log.txt        what the run said
 old-<n>/       the same files of an earlier run that resume=false set aside
@@ -21,6 +22,7 @@ from typing import Any, Literal
 
 from kvexp.errors import UserError
 from kvexp.files import Say, file_lock, read_only, remove_leftovers, sync_folder, tell, write_atomic
+from kvexp.measure.latency import LatencyFile
 from kvexp.report.record import dump_record
 from kvexp.report.samples import SampleFile
 from kvexp.report.stored import read_record
@@ -29,7 +31,7 @@ Status = Literal["complete", "partial", "new"]
 
 # The record goes first when files are set aside: a kill in between leaves a partial run, never a result
 # without samples.
-FILES = ("record.json", "samples.jsonl", "memory.json", "inputs.json", "config.yaml")
+FILES = ("record.json", "samples.jsonl", "latency.json", "memory.json", "inputs.json", "config.yaml")
 LOCK = ".lock"
 
 
@@ -39,6 +41,7 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._samples = SampleFile(self.path / "samples.jsonl")
+        self.latency = LatencyFile(self.path / "latency.json")
 
     @contextlib.contextmanager
     def lock(self, say: Say = tell) -> Iterator[None]:

@@ -156,7 +156,7 @@ class QueryBatch:
                 columns = torch.cat([columns, columns.new_ones(count, 1)], dim=1)
             mask, positions = self._mask(columns), self.next_position + step
             if cache.evictor is not None:  # sequences that have ended go on, and count no more
-                cache.evictor.alive = [end is None for end in ends]
+                cache.evictor.tally.alive = [end is None for end in ends]
             with stepped():
                 logits = forward(cache, token[:, None], mask, positions)[:, -1]
         return made, [end or "length" for end in ends]

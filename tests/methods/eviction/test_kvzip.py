@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -16,10 +18,12 @@ from kvexp.attention.options import Options, set_options
 from kvexp.cache.evicting import EvictingLayer
 from kvexp.cache.kv_cache import KVCache, prefill
 from kvexp.errors import UserError
+from kvexp.methods.eviction import reader as reader_module
 from kvexp.methods.eviction.caches import evicting_cache
 from kvexp.methods.eviction.evictor import MethodEvictor
 from kvexp.methods.eviction.kvzip import KVzip
-from kvexp.methods.eviction.repetition import Reader, protect, repeated, shares
+from kvexp.methods.eviction.reader import Reader
+from kvexp.methods.eviction.repetition import protect, repeated, shares
 from kvexp.prompt import Context
 from kvexp.tasks.batch import QueryBatch
 
@@ -38,33 +42,57 @@ def full(model: Any, contexts: Sequence[Context]) -> KVCache:
 
 @cache
 @torch.no_grad()
-def reference(family: str, context: Context) -> list[list[list[float]]]:
+def reference(family: str, context: Context, plus: bool = False) -> list[list[list[float]]]:
     """Scores [layer][KV head][row] from plain forwards over context and repetition, without any cache.
 
     The weights that eager attention reports over everything are those over a subset once they are divided by
-    their sum over it.
+    their sum over it. For KVzip+ the output projection is fed with one value in the place of one head.
     """
     # A model of its own: transformers leaves hooks in one that was asked for its attention.
     model, ids, header = tiny.build(family), context.ids, len(context.header)
     kv_heads = model.config.num_key_value_heads
     scores: list[list[list[float]]] = []
     model.set_attn_implementation("eager")
+    modules = [layer.self_attn for layer in model.model.layers]
+    states: dict[int, torch.Tensor] = {}
+    for at, module in enumerate(modules):
+        module.register_forward_pre_hook(partial(keep_state, states, at), with_kwargs=True)
     for start in range(header, len(ids), SMALL.chunk):
         chunk = range(start, min(start + SMALL.chunk, len(ids)))
         text = [*INSTRUCTION, *ids[max(header, start - 8) : start], *(ids[i] for i in chunk)]
         everything = torch.tensor([[*ids, *text]])
-        layers = model(everything, output_attentions=True).attentions
+        output = model(everything, output_attentions=True)
+        layers = output.attentions
         scores = scores or [[[0.0] * len(ids) for _ in range(kv_heads)] for _ in layers]
         for layer, weights in enumerate(layers):
+            values = values_of(modules[layer], output.past_key_values.layers[layer])
             for head in range(weights.shape[1]):
                 mine = scores[layer][head * kv_heads // weights.shape[1]]
+                value = values[head * values.shape[0] // weights.shape[1]]
+                alone = torch.zeros(len(value), weights.shape[1], value.shape[1])
+                alone[:, head] = value
+                projection = modules[layer].o_proj.weight
+                norms = torch.nn.functional.linear(alone.flatten(1), projection).norm(dim=1).tolist()
                 for t in range(len(ids), everything.shape[1]):
                     row = weights[0, head, t].double()
                     subset = {*range(SMALL.sinks), *chunk, *range(len(ids), t + 1)}
                     mass = sum(float(row[j]) for j in subset)
+                    read = float(states[layer][0, t].norm())
                     for j in chunk:
-                        mine[j] = max(mine[j], float(row[j]) / mass)
+                        factor = norms[j] / read if plus else 1.0
+                        mine[j] = max(mine[j], factor * float(row[j]) / mass)
     return scores
+
+
+def values_of(module: Any, rows: Any) -> torch.Tensor:
+    """The values [Hk, T, Dv] that attention read, of the rows in transformers' own cache."""
+    if hasattr(module, "expand_kv"):
+        return module.expand_kv(rows.keys, rows.values)[1][0]
+    return rows.values[0]
+
+
+def keep_state(states: dict[int, torch.Tensor], at: int, module: Any, args: Any, words: Any) -> None:
+    states[at] = words["hidden_states"] if "hidden_states" in words else args[0]
 
 
 def chosen(scores: list[list[list[float]]], context: Context, level: str) -> list[list[list[int]]]:
@@ -97,12 +125,13 @@ def held(cache: KVCache, b: int = 0) -> list[list[list[int]]]:
     return found
 
 
+@pytest.mark.parametrize("plus", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v3"])
-def test_scores_are_those_of_plain_forwards(family: str) -> None:
-    model, context = helpers.model(family), CONTEXTS[0]
-    with SMALL.attach(model):
-        [*ours] = repeated(SMALL, model, [context], full(model, [context]))
-    for mine, theirs in zip(ours, reference(family, context), strict=True):
+def test_scores_are_those_of_plain_forwards(family: str, plus: bool) -> None:
+    model, context, method = helpers.model(family), CONTEXTS[0], replace(SMALL, plus=plus)
+    with method.attach(model):
+        [*ours] = repeated(method, model, [context], full(model, [context]))
+    for mine, theirs in zip(ours, reference(family, context, plus), strict=True):
         wanted = torch.tensor(theirs)
         if family == "deepseek_v3":  # one latent row serves all heads
             wanted = wanted.amax(0, keepdim=True)
@@ -110,12 +139,12 @@ def test_scores_are_those_of_plain_forwards(family: str) -> None:
 
 
 @each_level
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_keeps_what_the_reference_keeps(family: str, level: str) -> None:
-    model, method = helpers.model(family), KVzip(sinks=2, chunk=16, repeat=INSTRUCTION, level=level)
+@pytest.mark.parametrize(("family", "plus"), [("llama", False), ("qwen3", False), ("qwen3", True)])
+def test_keeps_what_the_reference_keeps(family: str, plus: bool, level: str) -> None:
+    model, method = helpers.model(family), replace(SMALL, level=level, plus=plus)
     batch = method.encode(model, CONTEXTS, budget=BUDGET)
     for b, context in enumerate(CONTEXTS):
-        wanted = chosen(reference(family, context), context, level)
+        wanted = chosen(reference(family, context, plus), context, level)
         assert held(method.encode(model, context, budget=BUDGET)) == wanted
         assert held(batch, b) == wanted
 
@@ -172,8 +201,8 @@ def test_queries_read_what_was_kept_at_their_true_positions(family: str) -> None
 class OneLayer:
     """Stands for a model of one layer whose queries and keys [Hq or H, T, 1] are given."""
 
-    def __init__(self, steps: Sequence[tuple[Any, Any]]) -> None:
-        self.steps = iter(steps)
+    def __init__(self, steps: Sequence[tuple[Any, Any]], module: Any = None) -> None:
+        self.steps, self.module = iter(steps), module or torch.nn.Module()
 
     def get_input_embeddings(self) -> Any:
         return torch.nn.Embedding(1, 1)
@@ -183,7 +212,7 @@ class OneLayer:
         assert tokens.shape[1] == query.shape[2]
         keywords: dict[str, Any] = {}
         rows = cache.layers[0].update(key, key, kwargs=keywords)
-        call = Call(torch.nn.Module(), query, *rows, 1.0, None, Padding(None), None, False)
+        call = Call(self.module, query, *rows, 1.0, None, Padding(None), None, False)
         cache.layers[0].attend(call)
         cache.layers[0].after(call)
 
@@ -204,6 +233,36 @@ def test_scores_by_hand(group: str, wanted: list[float]) -> None:
     reader.repeat(model, cache, [[7, 8]], [[0, 2, 3]])
     torch.testing.assert_close(reader.scores[0][0, 0, 2:], torch.tensor(wanted))
     assert reader.scores[0][0, 0, 1] == 0
+
+
+@pytest.mark.parametrize(
+    ("group", "wanted"),
+    [("max", [5 / 11, 10 / 11]), ("mean", [(5 / 11 + 3 / 37) / 2, (10 / 11 + 3 / 74) / 2])],
+)
+def test_plus_by_hand(group: str, wanted: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, with states of norm 10 and 2 at the two tokens, so that the second one's weights count.
+
+    They are 2/11 and 4/11 for the first query head, (1/2 and 1/4) / (37/12) = 6/37 and 3/37 for the second,
+    and half of that over the norm. A value, log w as its key, is written as (3 v, 4 v) by the first head, of
+    norm 5 v, and as (v, 0) by the second.
+    """
+    module: Any = torch.nn.Module()
+    module.layer_idx = 0
+    module.o_proj = torch.nn.Linear(2, 2)  # its bias has no part in it
+    module.o_proj.weight.data = torch.tensor([[3.0, 1.0], [4.0, 0.0]])
+    model = OneLayer(
+        [([[1.0] * 4], [[1.0, 100.0, 2.0, 4.0]]), ([[1.0, 1.0], [-1.0, -1.0]], [[1.0, 3.0]])], module
+    )
+    model.steps = iter([(q, torch.tensor(k).log().tolist()) for q, k in model.steps])
+    cache = KVCache([EvictingLayer(0)], evictor=MethodEvictor(KVzip(), None))
+    model(torch.zeros(1, 4), cache=cache)
+    monkeypatch.setattr(
+        reader_module, "state_norms", lambda model: nullcontext({0: torch.tensor([[10.0, 2.0]])})
+    )
+    reader = Reader(cache, group, plus=True)
+    reader.repeat(model, cache, [[7, 8]], [[0, 2, 3]])
+    expected = torch.tensor(wanted) * torch.tensor([2.0, 4.0]).log()
+    torch.testing.assert_close(reader.scores[0][0, 0, 2:], expected)
 
 
 def test_shares_by_hand() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 import helpers
 from kvexp.methods.eviction.kvzip import KVzip
-from kvexp.methods.eviction.repetition import Reader
+from kvexp.methods.eviction.reader import Reader
 
 METHOD = KVzip(sinks=2, chunk=16, repeat=(250, 9, 31))
 CONTEXT = helpers.context(6, 7, 3, seed=3)
@@ -57,11 +58,12 @@ def test_another_budget_finds_the_scores_and_keeps_the_same_rows(tmp_path: Path,
 def test_other_weights_knobs_and_damage_are_scored_anew(tmp_path: Path, repeats: list[int]) -> None:
     encoded(12, tmp_path)
     [file] = (tmp_path / "kvzip").iterdir()
-    for more in ({"sha256": "b" * 64}, {"method": KVzip(sinks=3, chunk=16, repeat=(250, 9, 31))}):
+    others = [replace(METHOD, sinks=3), replace(METHOD, plus=True)]
+    for more in ({"sha256": "b" * 64}, *({"method": method} for method in others)):
         before = len(repeats)
         encoded(12, tmp_path, **more)
         assert len(repeats) > before
     file.write_bytes(file.read_bytes()[:100])
     before = len(repeats)
     encoded(12, tmp_path)
-    assert len(repeats) > before and len(list((tmp_path / "kvzip").iterdir())) == 3
+    assert len(repeats) > before and len(list((tmp_path / "kvzip").iterdir())) == 4

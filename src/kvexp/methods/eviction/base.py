@@ -143,7 +143,7 @@ class EvictionMethod(Method):
     def _limits(self, view: View) -> list[int]:
         """Return how many rows per KV head this layer may keep of each sequence."""
         rows = view.evictor.rows or 0
-        seen = view.evictor.tokens[view.index]
+        seen = view.evictor.tally.tokens[view.index]
         return [self.layer_rows(view.index, view.n_layers, rows, tokens) for tokens in seen]
 
     def evicted(self, view: View) -> None:

@@ -26,11 +26,12 @@ def due(evictor: MethodEvictor, place: int, heads: int) -> Targets | None:
         wanted = method.prefill != "off"
     if not wanted:
         return None
-    totals, seen = evictor.totals[place], evictor.tokens[place]
+    tally = evictor.tally
+    totals, seen = tally.totals[place], tally.tokens[place]
     limits = [method.layer_rows(place, layers, evictor.rows, tokens) for tokens in seen]
     if evictor.phase == "decode":
         turn = -(-(place + 1) * (method.interval or 1) // layers)
-        state = zip(totals, limits, seen, evictor.latest, evictor.compressed[place], strict=True)
+        state = zip(totals, limits, seen, tally.latest, tally.compressed[place], strict=True)
         acts = [_is_due(method, turn, heads, *one) for one in state]
     else:
         acts = [total > heads * limit for total, limit in zip(totals, limits, strict=True)]

@@ -21,6 +21,7 @@ from kvexp.methods.eviction.due import Targets, due
 from kvexp.methods.eviction.meter import Meter
 from kvexp.methods.eviction.scale import Scale
 from kvexp.methods.eviction.selection import choose
+from kvexp.methods.eviction.tally import Tally
 from kvexp.methods.eviction.view import View
 
 if TYPE_CHECKING:
@@ -44,12 +45,8 @@ class MethodEvictor:
         self.phase = "pending"
         self.closing = False  # the forward that runs now ends the prompt
         self.prompt: torch.Tensor | None = None  # positions below it are the prompt's, [1 or B]
-        self.totals: list[list[int]] = []  # rows of all heads together, of each layer and sequence
-        self.tokens: list[list[int]] = []  # seen so far, of each layer and sequence
-        self.latest: list[int] = []  # tokens that this forward brought, of each sequence
-        self.compressed: list[list[bool]] = []  # whether it was while decoding, each layer and sequence
+        self.tally = Tally(0)
         self.waiting: list[tuple[View, torch.Tensor, Targets]] = []  # scores that wait for the other layers
-        self.alive: list[bool] | None = None  # sequences that still count; None: all
         self.dropped = 0  # layers that lost, in this forward, as many rows as it brought, and by `drop`
         self.level = 0  # tokens of the latest forward, where all layers did
         self.layers: list[EvictingLayer] = []
@@ -72,20 +69,15 @@ class MethodEvictor:
         self.scale = Scale(cache.layers)
         for layer in self.layers:
             layer.evictor = weakref.proxy(self)  # the cache has it: no circle, so that rows go at once
-        if not self.totals:
-            self.totals = [[0] for _ in self.layers]
-            self.tokens = [[0] for _ in self.layers]
-            self.compressed = [[False] for _ in self.layers]
+        if not self.tally.totals:
+            self.tally = Tally(len(self.layers))
         self._places = {id(layer): place for place, layer in enumerate(self.layers)}
         self._indices = [at for at, layer in enumerate(cache.layers) if isinstance(layer, EvictingLayer)]
 
     def fork(self) -> MethodEvictor:
         """Return an evictor in the same state, for a fork of the cache."""
         twin = copy.copy(self)
-        twin.totals = [list(totals) for totals in self.totals]
-        twin.tokens = [list(tokens) for tokens in self.tokens]
-        twin.compressed = [list(compressed) for compressed in self.compressed]
-        twin.waiting, twin.layers = [], []
+        twin.tally, twin.waiting, twin.layers = self.tally.fork(), [], []
         return twin
 
     def usage(self) -> dict[str, Any]:
@@ -102,13 +94,7 @@ class MethodEvictor:
 
     def select(self, indices: torch.Tensor) -> None:
         """Follow the cache to the sequences `indices` of its batch."""
-        chosen = indices.tolist()
-
-        def followed(known: list[list[Any]]) -> list[list[Any]]:
-            return [[one[i] for i in chosen] if len(one) > 1 else one * len(chosen) for one in known]
-
-        self.totals, self.tokens, self.alive = followed(self.totals), followed(self.tokens), None
-        self.compressed = followed(self.compressed)
+        self.tally.select(indices.tolist())
         if self.prompt is not None and self.prompt.shape[0] > 1:
             self.prompt = self.prompt.index_select(0, indices.to(self.prompt.device))
 
@@ -154,35 +140,23 @@ class MethodEvictor:
 
     def _count(self, place: int, layer: EvictingLayer, call: Call) -> None:
         batch, length = call.query.shape[0], call.query.shape[2]
-        totals, tokens = self.totals[place], self.tokens[place]
-        if len(totals) != batch:
-            totals, tokens = totals * batch, tokens * batch
-            self.compressed[place] = self.compressed[place] * batch
         heads = layer.keys.shape[1]
         real = call.padding.real(layer.seen - length, layer.seen) or [length] * batch
-        self.totals[place] = [old + heads * new for old, new in zip(totals, real, strict=True)]
-        self.meter.hold(-(-max(self._counted(self.totals[place])) // heads), self.phase != "decode")
-        self.tokens[place] = [old + new for old, new in zip(tokens, real, strict=True)]
-        self.latest = real
-
-    def _counted(self, values: list[int]) -> list[int]:
-        """Return the values of sequences that still count, of one for each."""
-        if self.alive is None:
-            return values
-        return [value for value, alive in zip(values, self.alive, strict=True) if alive]
+        self.tally.arrive(place, heads, real)
+        self.meter.hold(self.tally.rows(place, heads), self.phase != "decode")
 
     def _evict(self, view: View, scores: torch.Tensor, targets: Targets, method: EvictionMethod) -> None:
         always = method.always(view)
         rows = method.allot(scores, targets, view, always)
-        totals, heads = self.totals[view.index], view.heads
+        totals, heads = self.tally.totals[view.index], view.heads
         acts = [target * heads < total for target, total in zip(targets, totals, strict=True)]
         if view.valid is not None and not all(acts):  # a sequence whose turn has not come keeps every row
             held = view.valid.sum(-1).tolist()
             rows = [some if act else every for some, every, act in zip(rows, held, acts, strict=True)]
         self._keep(view.index, scores, rows, always)
         if self.phase == "decode":
-            done = self.compressed[view.index]
-            self.compressed[view.index] = [old or act for old, act in zip(done, acts, strict=True)]
+            done = self.tally.compressed[view.index]
+            self.tally.compressed[view.index] = [old or act for old, act in zip(done, acts, strict=True)]
         method.evicted(view)
 
     @property
@@ -193,7 +167,7 @@ class MethodEvictor:
 
     def _drop(self, place: int, layer: EvictingLayer, target: int, new: int) -> None:
         """Let the oldest rows behind the sinks go, all but `target` rows in all."""
-        count, before = layer.rows - target, self.totals[place]
+        count, batch = layer.rows - target, len(self.tally.totals[place])
         known = 0 < new <= self.level  # the latest forward, which was weighed, held as much at each moment
         if not known:
             self.meter.weigh(self.scale.before(self._indices[place]), prompt=False)
@@ -203,13 +177,12 @@ class MethodEvictor:
         self.meter.scored += 1
         self.meter.note_storage(False, False)
         self.dropped += count == new
-        self.compressed[place] = [True] * len(before)
-        self._replace(place, [layer.keys.shape[1] * layer.rows] * len(before))
+        self.tally.compressed[place] = [True] * batch
+        self._left(place, [layer.keys.shape[1] * layer.rows] * batch)
 
-    def _replace(self, place: int, kept: list[int]) -> None:
+    def _left(self, place: int, kept: list[int]) -> None:
         """Note how many rows each sequence still has in a layer, and count those that left."""
-        gone = sum(self._counted(self.totals[place])) - sum(self._counted(kept))
-        self.totals[place] = kept
+        gone = self.tally.leave(place, kept)
         self.counters["evicted"] = self.counters.get("evicted", 0) + gone
 
     def compress(self, scores: Sequence[torch.Tensor], rows: Sequence[list[list[int]]]) -> None:
@@ -221,7 +194,7 @@ class MethodEvictor:
     def _keep(
         self, place: int, scores: torch.Tensor, rows: list[list[int]], always: torch.Tensor | None
     ) -> None:
-        layer, before = self.layers[place], self.totals[place]
+        layer, batch = self.layers[place], len(self.tally.totals[place])
         self.meter.scored += 1
         indices, counted = choose(scores, rows, layer.valid, always)
         ragged = any(len(set(of_heads)) > 1 for of_heads in rows)
@@ -230,10 +203,10 @@ class MethodEvictor:
         layer.keep(indices, counted, ragged)
         self.scale.after(self._indices[place])
         if counted is None:
-            kept = [indices.shape[1] * indices.shape[2]] * len(before)
+            kept = [indices.shape[1] * indices.shape[2]] * batch
         else:
             kept = counted.sum((1, 2)).tolist()
-        self._replace(place, kept)
+        self._left(place, kept)
 
     def _finish(self) -> None:
         """All layers have attended."""
@@ -258,15 +231,12 @@ class MethodEvictor:
         self.closing = False
         if between_chunks:  # what is held there is the prompt's peak, which is counted apart
             return
-        rows = [
-            -(-max(self._counted(totals)) // layer.keys.shape[1])
-            for totals, layer in zip(self.totals, self.layers, strict=True)
-        ]
+        rows = [self.tally.rows(place, layer.keys.shape[1]) for place, layer in enumerate(self.layers)]
         self.meter.measure(rows)
 
     def _weigh(self, reading: bool) -> None:
         """Note the bytes held at the end of a forward; `reading`: which read a part of the prompt."""
-        settled = not reading and any(map(any, self.compressed))
+        settled = not reading and any(map(any, self.tally.compressed))
         held = self.scale.end(0.0 if reading else self.meter.bytes_peak, settled)
         if held is None:
             return

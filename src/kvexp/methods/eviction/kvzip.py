@@ -32,14 +32,20 @@ class KVzip(Bare):
     `level`: rows compete over all layers and heads (`pair`, the paper's main setting: heads and layers differ
         in length, and together they hold n_layers * H * budget rows exactly), over the heads of a layer
         (`layer`), or within a head (`head`, as many rows in every head).
+    `plus`: KVzip+ of Jégou and Jeblick, "KVzap: Fast, Adaptive, and Faithful KV Cache Pruning" (2026, arXiv
+        2601.07891): before the largest is taken, the weight that token t gives row j in a query head becomes
+
+            weight * |W_O v_j| / |h_t|
+
+        with the head's part W_O of the output projection, the row's value v_j, L2 norms, and as h_t what
+        enters the layer's attention at t: as in their code, and behind the layer's norm in most models.
     `chunk`: tokens that are repeated at a time (the paper's code: 2,000; kvpress: 2,048).
     `repeat`: the instruction, a text or its token ids. A text needs the tokenizer (`tokenized`, which a run
         calls); without one the header stands in its place.
 
     Departures: one instruction serves all chunks (the paper words the first in another way), no turn of a
     chat template is opened after it (write one into `repeat`), and layers with a sliding window take no
-    part. A forward reads at most the model's `prefill_chunk` tokens of a repetition. KVzip+, which weighs by
-    norms, is not built in.
+    part. A forward reads at most the model's `prefill_chunk` tokens of a repetition.
     """
 
     id: ClassVar[str] = "kvzip"
@@ -52,6 +58,7 @@ class KVzip(Bare):
     recent: int = 0  # type: ignore[misc]
     group: Literal["mean", "max"] = "max"  # type: ignore[misc]
     level: Literal["pair", "layer", "head"] = "pair"
+    plus: bool = False
     chunk: int = 2048
     repeat: str | tuple[int, ...] = "\n\nNow write the text above once more, word for word.\n"
 

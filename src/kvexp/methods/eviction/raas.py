@@ -32,7 +32,8 @@ class RaaS(EvictionMethod):
         `page` alone: the largest logit that the smallest and largest value of each key channel allow (as in
         Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", 2024, arXiv
         2406.10774), and a softmax over the pages, those of the prompt included. Sources do not agree on the
-        softmax; ours is over pages since the method is meant to read one representative of each.
+        softmax; ours is over pages since the method is meant to read one representative of each. A learned
+        sink of the model takes its share of it, as of the probabilities that `exact` reads.
 
     The heads that share a KV head agree by `group`. The budget holds the prompt too. The source never
     compresses a prompt. Here a prompt that leaves no room for a page is made of pages like the rest, counted
@@ -158,7 +159,7 @@ class RaaS(EvictionMethod):
         query = view.window.queries[:, :, -1]
         dtype = torch.promote_types(query.dtype, torch.float32)
         logits = pages.bounds(query.to(dtype), view.keys.to(dtype)) * view.scale
-        return over_group(logits.softmax(-1), view.heads, self.group)
+        return over_group(view.softmax(logits[:, :, None])[:, :, 0], view.heads, self.group)
 
     def _useful(self, view: View, pages: Pages) -> Tensor:
         """Which pages the latest token attends to enough, [B, H, N] bool."""

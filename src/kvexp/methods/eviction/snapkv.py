@@ -25,7 +25,8 @@ class SnapKV(EvictionMethod):
     `window`: latest queries that score; their rows are always kept.
     `kernel`, `pool`: the score of a row becomes the average or maximum of `kernel` rows around it. Rows of
         the window and pads are not among them; beyond the ends stand zeros.
-    `softmax`: over all rows that a query sees, or over the `past`, the rows before the window, alone.
+    `softmax`: over all rows that a query sees, and a learned sink of the model with them; or over the `past`,
+        the rows before the window, alone, as the repositories below do, also for models with sinks.
     `merge`: when the query heads of a KV head become one by `group`: the pooled `scores`, the `attention`
         before it is pooled, or the `logits` before the softmax.
 
@@ -88,8 +89,10 @@ class SnapKV(EvictionMethod):
         if self.softmax == "past":
             logits = logits.masked_fill(~over_heads(past, logits.shape[1])[:, :, None], float("-inf"))
         real = view.window.real.to(logits.dtype)[:, None, :, None]
-        of_model = self.softmax == "all" and self.merge != "logits"  # as the model weighs: with learned sinks
-        attention = view.softmax(logits) if of_model else logits.softmax(-1).nan_to_num(0.0)
+        if self.softmax == "all":  # as the model weighs: with learned sinks, which cancel over a part of rows
+            attention = view.softmax(logits, self.group)
+        else:
+            attention = logits.softmax(-1).nan_to_num(0.0)
         attention = attention * real  # a query of a short text may see nothing
         attention = attention.sum(2) / real.sum(2).clamp(min=1)
         if self.merge == "attention":

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvexp.attention import sinks
 from kvexp.attention.function import Call
 from kvexp.cache.evicting import EvictingLayer
 from kvexp.cache.rows import expanded, over_heads
 from kvexp.cache.window import Window
+from kvexp.methods.eviction.selection import over_group
 
 if TYPE_CHECKING:
     from kvexp.methods.eviction.evictor import MethodEvictor
@@ -96,7 +98,7 @@ class View:
     @property
     def length(self) -> list[int]:
         """Rows that a KV head holds now, the mean over heads, for each sequence."""
-        return [total // self.heads for total in self.evictor.totals[self.index]]
+        return [total // self.heads for total in self.evictor.tally.totals[self.index]]
 
     @property
     def window(self) -> Window:
@@ -117,16 +119,16 @@ class View:
         mask = self.mask(scores.shape[1])
         return scores if mask is None else scores.masked_fill(~mask[:, :, None, :], -torch.inf)
 
-    def softmax(self, logits: torch.Tensor) -> torch.Tensor:
+    def softmax(self, logits: torch.Tensor, group: str = "mean") -> torch.Tensor:
         """Return the softmax of scaled scores [B, Hq, T, S]; 0 for a query that sees nothing.
 
-        A learned sink of the model takes its share, as in the model's own softmax.
+        A learned sink of the model takes its share, as in the model's own softmax. Scores of KV heads, made
+        of those of their query heads by `group`, meet sinks made in the same way.
         """
-        probabilities = logits.softmax(-1).nan_to_num(0.0)
-        if self.call.sinks is None:
-            return probabilities
-        sinks = self.call.sinks.to(logits.dtype)[None, :, None]
-        return probabilities * torch.sigmoid(logits.logsumexp(-1) - sinks)[..., None]
+        found = self.call.sinks
+        if found is not None:
+            found = over_group(found[None, :, None], logits.shape[1], group)[0, :, 0]
+        return sinks.softmax(logits, found)
 
     def window_probabilities(self) -> torch.Tensor:
         """Return the softmax of `window_logits`, [B, Hq, w, S]; rows of queries that do not exist are 0."""
@@ -140,9 +142,7 @@ class View:
         """
         call, layer = self.call, self.layer
         assert layer.lse is not None, "a method that reads probabilities says so in `observes`"
-        lse = layer.lse
-        if call.sinks is not None:
-            lse = torch.logaddexp(lse, call.sinks.to(lse.dtype)[None, :, None])
+        lse = sinks.joined(layer.lse, call.sinks)
         counted = self._counted_queries(last)
         visible = layer.visible(call)
         length = call.query.shape[2]

@@ -172,6 +172,31 @@ function steps(group, hidden) {
   ] };
 }
 
+/** How long each step of one batch took, a line for each row, with marks where rows left. */
+function everyStep(group, hidden) {
+  const { color, shape } = looks(group), data = [];
+  for (const row of group.rows) {
+    if (hidden.has(row.label) || !row.latency) continue;
+    const left = new Set(row.latency.pruned), { ms, every } = row.latency;
+    ms.forEach((value, at) => data.push({ label: row.label, budget: row.budget, is: rowName(row), step: at * every, ms: value, left: left.has(at) ? "yes" : "no" }));
+  }
+  const x = { field: "step", type: "quantitative", title: "step of decoding", axis: { grid: false, tickMinStep: 1 }, scale: { nice: false } };
+  const y = { field: "ms", type: "quantitative", title: "ms", scale: { type: "log", nice: false, padding: 8 }, axis: { format: "~s", tickCount: 5 } };
+  const tooltip = [{ field: "is", title: "row" }, { field: "step" }, { field: "ms", title: "ms", format: ",.1f" }, { field: "left", title: "rows left" }];
+  const opacity = fainter(data);
+  return { data: { values: data }, layer: [
+    { mark: { type: "line", strokeWidth: 1 }, encoding: { x, y, color, opacity, detail: { field: "is" } } },
+    { transform: [{ filter: "datum.left === 'yes'" }], mark: { type: "point", filled: true, size: 30 }, encoding: { x, y, color, shape, opacity } },
+    { mark: { type: "point", size: 40, opacity: 0 }, encoding: { x, y, color, tooltip } },
+  ] };
+}
+
+/** A smaller budget is drawn paler. */
+function fainter(data) {
+  const budgets = [...new Set(data.map((point) => point.budget))].sort((a, b) => (Number(a) || Infinity) - (Number(b) || Infinity));
+  return { field: "budget", type: "ordinal", sort: budgets, scale: { domain: budgets, range: budgets.map((_, at) => 0.4 + 0.6 * (at + 1) / budgets.length) } };
+}
+
 /** A line for each row, over positions of generated text or over layers. */
 function curves(group, along, what, title, hidden) {
   const { color, shape } = looks(group), data = [];
@@ -182,8 +207,7 @@ function curves(group, along, what, title, hidden) {
   const x = { field: "at", type: "quantitative", title: along === "by_layer" ? "layer" : "generated token", axis: { grid: false, tickMinStep: 1 }, scale: { nice: false } };
   const y = { field: "value", type: "quantitative", title, scale: { zero: false, nice: true } };
   const tooltip = [{ field: "label", title: "method" }, { field: "budget" }, { field: "name", title: "what" }, { field: "at" }, { field: "value", format: ".4f" }];
-  const budgets = [...new Set(data.map((point) => point.budget))].sort((a, b) => Number(a) - Number(b));
-  const opacity = { field: "budget", type: "ordinal", sort: budgets, scale: { domain: budgets, range: budgets.map((_, at) => 0.4 + 0.6 * (at + 1) / budgets.length) } };
+  const opacity = fainter(data);
   const strokeDash = { field: "name", scale: { domain: what.map(words), range: [[1, 0], [4, 3]] } };
   return { data: { values: data }, layer: [
     { mark: { type: "line", strokeWidth: 1.8 }, encoding: { x, y, color, opacity, detail: { field: "line" }, ...(what.length > 1 ? { strokeDash } : {}) } },
