@@ -1,4 +1,4 @@
-"""One look for each method in every figure of every report: a colour, on light and on dark ground, and a mark.
+"""One look for each method in every figure of every report: a colour on light and on dark, and a mark.
 
 The hues stay apart for the common kinds of colour blindness (they start from Okabe and Ito's set, 2008, with
 its yellow darkened for white paper), and each stands out from its ground by 3:1 or more. There are more
