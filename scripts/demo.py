@@ -39,7 +39,7 @@ ROWS = (
 QUICK = ("limit=40", "calibration.n=60")
 QUICK_SAID = """
 QUICK: 40 of 150 queries, and memories from 60 traces instead of 300. The errors are twice as large, and a
-memory has learnt from less: claim nothing from this table, and run the demo without quick for one that counts.
+memory has learnt from less: claim nothing from this table, and run without quick for one that counts.
 """
 CLAIM = """
 What may be claimed: ASM compresses a context of about 4,096 tokens to storage worth 1,024 tokens (pooled)
