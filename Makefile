@@ -1,5 +1,5 @@
 # Everything from nothing: needs Python 3.11 to 3.13 and a package index. A second call of a target starts at once.
-#   make demo      the default model and task under five methods, as a table and a page
+#   make demo      the default model and task under five methods, as a table and a page (QUICK=1: a first look)
 #   make test      what every change has to pass; `make test-all` adds the full product of methods and models
 #   make test-ci   Slurm, W&B sweeps, kills and restarts: what needs programs of its own (see .ci/run)
 #   make lint, make types, make imports      ruff, mypy, import contracts
@@ -51,7 +51,7 @@ install: $(STAMPS)/installed
 model: $(STAMPS)/model
 
 demo: $(STAMPS)/model
-	$(BIN)/python scripts/demo.py
+	$(BIN)/python scripts/demo.py $(if $(filter-out 0,$(QUICK)),quick)
 
 test: $(STAMPS)/model
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) -m 'not (slow or cluster or torture or browser)' $(PYTEST_ARGS)

@@ -7,32 +7,14 @@ python scripts/method_table.py --write   # puts it between the marks in README.m
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+from marked import Marked
 
 from kvexp import method
 from kvexp.compose import conf_dir
 
-README = Path(__file__).parents[1] / "README.md"
-START, END = "<!-- eviction methods -->", "<!-- end of eviction methods -->"
 HEAD = ("method", "evicts", "always keeps", "chosen per", "scores from", "source")
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Print the table, or write it."""
-    if list(arguments) == ["--write"]:
-        README.write_text(placed(README.read_text(encoding="utf-8")), encoding="utf-8")
-    else:
-        print(table())
-    return 0
-
-
-def placed(text: str) -> str:
-    """Return a README's text with the table between its marks."""
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n{table()}\n{END}{after}"
 
 
 def table() -> str:
@@ -72,5 +54,7 @@ def kept(one: Any) -> str:
     return ", ".join(parts) or "–"
 
 
+PLACE = Marked("README.md", "eviction methods", table)
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(PLACE.main(sys.argv[1:]))

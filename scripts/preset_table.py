@@ -7,32 +7,13 @@ python scripts/preset_table.py --write   # puts it between the marks in docs/rep
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
+from marked import Marked
 
 from kvexp import commandline, grids, helptext
 from kvexp.compose import conf_dir
-
-PAGE = Path(__file__).parents[1] / "docs" / "reproducing.md"
-START, END = "<!-- presets -->", "<!-- end of presets -->"
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Print the table, or write it."""
-    if list(arguments) == ["--write"]:
-        PAGE.write_text(placed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    else:
-        print(table())
-    return 0
-
-
-def placed(text: str) -> str:
-    """Return the page's text with the table between its marks."""
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n{table()}\n{END}{after}"
 
 
 def table() -> str:
@@ -53,5 +34,7 @@ def cells(path: Path) -> int:
     return len(grids.cells(commandline.parse, sweeper.get("params") or {}, sweeper["grid"], []))
 
 
+PLACE = Marked("docs/reproducing.md", "presets", table)
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(PLACE.main(sys.argv[1:]))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 WRONG = [
     (["methd=asm"], "did you mean 'method'?"),
@@ -47,6 +48,8 @@ WRONG = [
     (["method=full,asm"], "add -m to run a grid"),
     (["-m", "method=full,amm"], "did you mean 'asm'?"),
     (["-m", "method=full", "budget=512,0"], "in the cell budget=0:"),
+    (["-m", "method=full,asm", "method.layout=pooled"], "in the cell method=full: there is no"),
+    (["experiment=intents_grid", "method.layout=pooled"], "in the cell method=no_context: there is no"),
     (["-m", "seed=0,1", "trainer=ddp"], "a grid cannot run with trainer.devices=auto"),
     (["method="], "names nothing"),
     (["method=1"], "there is no method '1'"),
@@ -242,6 +245,7 @@ def test_files_that_cannot_be_written_are_one_sentence(tmp_path: Path) -> None:
         assert result["code"] == 1 and "Traceback" not in result["err"], result["err"]
         assert "cannot be used" in result["err"] and "check output_dir" in result["err"]
         assert not result["cells"]
+    assert result["err"].startswith("kvexp: /dev/null cannot be used (Not a directory): ")
 
 
 def test_debugging_shows_the_traceback(tmp_path: Path) -> None:
@@ -280,6 +284,31 @@ def test_a_good_grid_and_one_from_a_file(tmp_path: Path) -> None:
     report = f"python -m kvexp.report {tmp_path}/outputs"
     assert plain["err"].endswith(f"{report}\n")
     assert experiment["err"].endswith(f"{report} --experiment intents_grid\n")
+
+
+def test_a_grid_says_what_it_is_before_it_runs_and_can_be_seen_without_running(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /hydra/sweeper: grid\n"
+        "hydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      limit: 2\n"
+        "    grid:\n      - method=snapkv budget=512,1k\n      - method=rkv\n"
+    )
+    words = ["-cd", str(tmp_path), "experiment=mine", "method.interval=64", "output_dir=here"]
+    looks = [[*words, "--cfg", "job"], ["-m", "--cfg", "job", *words], [*words, "-c", "job", "-p", "method"]]
+    grid, look, asked, part = in_one_process("stub", [words, *looks], tmp_path)
+    folder = tmp_path / "here"
+    told = f"kvexp: a grid of 3 cells, below {folder}; with --cfg job it is listed and not run\n"
+    assert grid["code"] == 0 and grid["err"].startswith(told)
+    assert [cell["method"] for cell in grid["cells"]] == ["snapkv", "snapkv", "rkv"]
+    assert all("method.interval=64" in cell["command"] for cell in grid["cells"])
+    assert look["code"] == 0 and look["err"] == "" and not look["cells"] and asked["out"] == look["out"]
+    config, _, listed = look["out"].partition("# the first of 3 cells of a grid; all have ")
+    shown = yaml.safe_load(config)
+    assert (shown["budget"], shown["limit"], shown["method"]["interval"]) == (512, 2, 64)
+    shared, *cells = listed.splitlines()
+    assert {"limit=2", "experiment=mine", "method.interval=64"} < set(shared.split())
+    assert cells == ["# 1  method=snapkv budget=512", "# 2  method=snapkv budget=1k", "# 3  method=rkv"]
+    assert yaml.safe_load(part["out"])["interval"] == 64 and "cells" not in part["out"]
 
 
 def test_a_budget_beyond_the_context_is_said_and_allowed(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_flags_may_stand_anywhere_and_come_first_for_hydra() -> None:
     ("words", "told"),
     [
         (["--mutlirun"], "did you mean '--multirun'?"),
-        (["-m", "--cfg", "job"], "only one of"),
+        (["-m", "--info", "defaults"], "only one of"),
         (["--resolve"], "--cfg job"),
         (["--cfg"], "expected one argument"),
         (["--config-path", "conf"], "absolute"),
@@ -92,3 +92,11 @@ def test_knobs_of_a_group_that_varies_are_swept_over_their_one_value() -> None:
     ]
     assert commandline.read(["-m", *words[:2]]).argv == ["-m", "method=a,b", "method.x=choice(1)"]
     assert commandline.read(words[:2]).overrides == words[:2]
+    assert commandline.spread(words[3:4], {"task"}) == ["task.n=choice(3)"]
+
+
+def test_a_grid_may_be_looked_at_and_hydra_is_asked_for_the_look_alone() -> None:
+    args = commandline.read(["-m", "method=a,b", "--cfg", "job", "method.x=1"])
+    assert args.multirun and args.overrides == ["method=a,b", "method.x=choice(1)"]
+    assert args.argv == ["--cfg", "job", *args.overrides]
+    assert commandline.put(args, ["method=a"]).argv == ["--cfg", "job", "method=a"]

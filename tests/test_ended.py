@@ -32,6 +32,13 @@ def test_a_mistake_is_one_sentence(error, code, said, capsys):
     assert capsys.readouterr().err == said
 
 
+def test_a_command_may_have_a_name_of_its_own(capsys):
+    ended(fails(UserError("no")), "ask", "kvexp.bench")
+    ended(fails(OSError(28, "No space left", "x")), "ask", "kvexp.bench")
+    said = capsys.readouterr().err
+    assert said == "kvexp.bench: no\nkvexp.bench: x cannot be used (No space left): ask\n"
+
+
 def test_the_code_of_the_command_is_kept():
     assert ended(lambda: 3, "ask") == 3
 

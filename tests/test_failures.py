@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvexp.errors import UserError
-from kvexp.failures import reason
+from kvexp.failures import disk_error, reason
 from kvexp.files import write_atomic
 
 
@@ -28,6 +28,12 @@ def test_a_disk_that_refuses_is_named_by_its_folders(code: int) -> None:
         assert said.startswith(
             f"a file below /a or /a/store cannot be written ({os.strerror(code)}): make room"
         )
+
+
+def test_a_library_that_tells_the_number_in_its_text() -> None:
+    told = RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert disk_error(told) == errno.ENOSPC
+    assert disk_error(RuntimeError("no such thing (os error 2)")) is None
 
 
 def test_other_errors() -> None:
@@ -51,3 +57,15 @@ def test_a_file_that_finds_no_room_is_named(tmp_path: Path, monkeypatch: pytest.
         f"{tmp_path / 'record.json'} cannot be used (No space left on device)"
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_read_only_is_told_by_the_file_that_was_to_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(file: Any, *_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    monkeypatch.setattr("builtins.open", refused)
+    with pytest.raises(PermissionError) as caught:
+        write_atomic(tmp_path / "record.json", b"{}")
+    assert caught.value.filename == str(tmp_path / "record.json")

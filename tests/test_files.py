@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -54,6 +56,23 @@ def test_a_write_that_fails_keeps_the_old_file_and_leaves_nothing(tmp_path, monk
         files.write_atomic(target, b"new and longer")
     assert target.read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_a_folder_is_made_or_told_by_its_name(tmp_path, monkeypatch):
+    files.check_writable(tmp_path / "a/b")
+    assert list((tmp_path / "a/b").iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="Not a directory") as caught:
+        files.check_writable(tmp_path / "file")
+    assert caught.value.filename == str(tmp_path / "file")
+
+    def read_only(dir):
+        raise OSError(errno.EROFS, "Read-only file system", f"{dir}/tmp1")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
+    with pytest.raises(OSError, match="Read-only file system") as caught:
+        files.check_writable(tmp_path)
+    assert caught.value.filename == str(tmp_path)
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path, python):

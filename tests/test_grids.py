@@ -34,6 +34,31 @@ def test_equal_cells_are_run_once_and_quotes_hold_a_value_together() -> None:
     assert cells({}, [], ["seed=0,1"]) == [["seed=0"], ["seed=1"]]
 
 
+def test_cells_are_listed_by_what_tells_them_apart() -> None:
+    made = cells({"limit": "5"}, ["method=a budget=1,2", "x={y:1}"], [])
+    assert grids.shared(made) == ["limit=5"]
+    assert list(grids.listed(made)) == [
+        "# the first of 3 cells of a grid; all have limit=5",
+        "# 1  method=a budget=1",
+        "# 2  method=a budget=2",
+        "# 3  'x={y:1}'",
+    ]
+    alone = list(grids.listed([["a=1"], ["b=1"]]))
+    assert alone == ["# the first of 2 cells of a grid", "# 1  a=1", "# 2  b=1"]
+
+
+def test_a_mistake_in_one_cell_of_several_names_it() -> None:
+    for grid, told in (([["s=1", "a=1"], ["s=1", "a=2"]], "in the cell a=1: no"), ([["s=1", "a=1"]], "no")):
+        with pytest.raises(UserError) as caught, grids.named(grid[0], grid):
+            raise UserError("no")
+        assert str(caught.value) == told
+
+
+def test_keys_are_those_of_every_line() -> None:
+    found = grids.keys(commandline.parse, {"seed": "0,1"}, ["method=a,b method.x=1", "+task.n=2"])
+    assert found == {"seed", "method", "method.x", "task.n"}
+
+
 def test_a_line_that_cannot_be_read_is_one_sentence() -> None:
     with pytest.raises(UserError, match="neither an option nor key=value"):
         cells({}, ["method"], [])

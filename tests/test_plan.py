@@ -13,7 +13,7 @@ import pytest
 
 from kvexp.cli import settings_of
 from kvexp.errors import UserError
-from kvexp.plan import read_plan, write_plan
+from kvexp.plan import read_plan, write_plan, write_plans
 from kvexp.schema import Settings
 
 WORDS = ["model=tiny-llama", "method=full", "seed=0,1"]
@@ -42,6 +42,20 @@ def test_the_same_cells_have_one_plan_and_others_another(tmp_path: Path) -> None
     assert write_plan("b", list(reversed(cells(tmp_path)))) == first
     assert write_plan("c", cells(tmp_path, 3)) != first
     assert len(list((tmp_path / "plans").iterdir())) == 2
+
+
+def test_each_output_folder_has_a_plan_of_its_own_cells(tmp_path: Path) -> None:
+    first, second = (cells(tmp_path / name) for name in "ab")
+    paths = write_plans("x", [*first, *second])
+    assert [path.parent for path in paths] == [tmp_path / "a/plans", tmp_path / "b/plans"]
+    assert [len(read_plan(path).cells) for path in paths] == [2, 2]
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_any_plan(tmp_path: Path) -> None:
+    (tmp_path / "b").write_text("a file")
+    with pytest.raises(NotADirectoryError) as caught:
+        write_plans("x", [*cells(tmp_path / "b"), *cells(tmp_path / "a")])
+    assert caught.value.filename == str(tmp_path / "b") and not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"command": 1, "cells": []}), '{"cells": [3]}'])

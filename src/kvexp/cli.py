@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, cast
 
-from kvexp import advice, cluster, commandline, compose, launched, resolvers, schema, search
+from kvexp import advice, cluster, commandline, compose, grids, launched, resolvers, schema, search
+from kvexp.ended import FAILED, WRONG, ended, say
 from kvexp.errors import UserError
-from kvexp.failures import file_error, reason
+from kvexp.failures import CHECK_FOLDERS, file_error, reason
+from kvexp.files import tell
 from kvexp.logs import rank
-from kvexp.plan import write_plan
+from kvexp.plan import write_plans
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -32,29 +34,26 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FAILED, WRONG, INTERRUPTED = 1, 2, 130
+INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (the process's own by default) and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if "--version" in words:
-            print(f"kvexp {version('kvexp')}")
-            return 0
-        args = commandline.read(commandline.clean(words))
-        if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
-            return _inspect(args)
-        return _run(args)
-    except UserError as error:
-        return _say(str(error), WRONG)
+        return ended(lambda: _command(words), CHECK_FOLDERS)
     except KeyboardInterrupt:
-        return _say("interrupted; the same command goes on from the last complete sample", INTERRUPTED)
-    except BrokenPipeError:  # `--help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return say("interrupted; the same command goes on from the last complete sample", INTERRUPTED)
+
+
+def _command(words: Sequence[str]) -> int:
+    if "--version" in words:
+        print(f"kvexp {version('kvexp')}")
         return 0
-    except OSError as error:
-        return _say(reason(error), FAILED)
+    args = commandline.read(commandline.clean(words))
+    if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
+        return _inspect(args)
+    return _run(args)
 
 
 def settings_of(words: Sequence[str]) -> list[Settings]:
@@ -140,7 +139,9 @@ def _run(args: argparse.Namespace) -> int:
     plan = _plan(args)
     is_grid, cells = plan.is_grid, plan.cells
     if is_grid and plan.chosen_first and rank() == 0:
-        write_plan(shlex.join(["python", "-m", "kvexp", *args.argv]), cells)
+        write_plans(shlex.join(["python", "-m", "kvexp", *args.argv]), cells)
+        folders = " and ".join(dict.fromkeys(str(cell.output_dir) for cell in cells))
+        tell(f"kvexp: a grid of {len(cells)} cells, below {folders}; with --cfg job it is listed and not run")
     began = time.time()
     runner = Runner(fail_fast=cells[0].fail_fast)
     submits = is_grid and plan.launcher in ("SlurmLauncher", "LocalLauncher")
@@ -159,7 +160,7 @@ def _run(args: argparse.Namespace) -> int:
     if is_grid:
         return _finish_grid(cells, runner)
     for _, failure in runner.failures:
-        return _say(reason(failure, cells), WRONG if isinstance(failure, UserError) else FAILED)
+        return say(reason(failure, cells), WRONG if isinstance(failure, UserError) else FAILED)
     return _finish_grid(cells, runner)
 
 
@@ -171,11 +172,11 @@ def _finish_grid(cells: Sequence[Settings], runner: Runner) -> int:
         log.info("all of it as a page, tables and figures: %s", _report_command(cells))
     for cell, error in runner.failures:
         said = reason(error, cells)
-        _say(f"{cell}: {said}" if cell else said, FAILED)
+        say(f"{cell}: {said}" if cell else said, FAILED)
     if not runner.failures:
         return 0
     skipped = f", {runner.skipped} were not started (fail_fast=true)" if runner.skipped else ""
-    return _say(f"{len(runner.failures)} of {len(cells)} cells failed{skipped}", FAILED)
+    return say(f"{len(runner.failures)} of {len(cells)} cells failed{skipped}", FAILED)
 
 
 def _report_command(cells: Sequence[Settings]) -> str:
@@ -188,22 +189,23 @@ def _report_command(cells: Sequence[Settings]) -> str:
 
 
 def _check(job: Job, jobs: Sequence[Job]) -> Settings:
-    try:
+    with grids.named(job.overrides, [other.overrides for other in jobs]):
         return schema.validate(job.config, job.config.hydra)
-    except UserError as error:
-        if len(jobs) == 1:
-            raise
-        shared = set.intersection(*(set(other.overrides) for other in jobs))
-        cell = " ".join(word for word in job.overrides if word not in shared)
-        raise UserError(f"in the cell {cell}: {error}") from error
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    """Show what Hydra knows of the command line; of a grid its first cell's configuration, then all cells."""
+    cells: Sequence[Sequence[str]] = ()
     if not (args.hydra_help or args.shell_completion):
         with compose.opened(args) as composer:
-            composer.single()
+            found = composer.grid() if args.cfg else composer.single()
+            if not isinstance(found, compose.Job):
+                cells = found
+                commandline.put(args, composer.cell(cells, 0).overrides)
     with advice.given():
         _call_hydra(args, Runner())
+    if cells and not args.package:
+        print("\n".join(grids.listed(cells)))
     return 0
 
 
@@ -237,11 +239,6 @@ def _words(words: Sequence[str]) -> Iterator[None]:
             del os.environ["HYDRA_FULL_ERROR"]
         else:
             os.environ["HYDRA_FULL_ERROR"] = full_error
-
-
-def _say(sentence: str, code: int) -> int:
-    print(f"kvexp: {' '.join(sentence.split())}", file=sys.stderr)
-    return code
 
 
 resolvers.register()  # for the processes of a launcher, which import this module to find `Runner`

@@ -10,7 +10,7 @@ import argparse
 import functools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from kvexp.errors import UserError, suggest
@@ -46,12 +46,13 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     """Return Hydra's flags and `overrides` of cleaned words; a wrong flag or combination is a UserError.
 
     `argv` of the result holds the same words, flags first, since Hydra stops reading overrides at a flag.
+    With `--cfg`, `-m` is read and is not among them: Hydra takes one of the two.
     """
     parser = _parser()
     known, rest = parser.parse_known_intermixed_args(words)
     for word in rest:
         raise UserError(f"there is no option '{word}'{suggest(word, _flags()) or ':'} {_SEE_HELP}")
-    modes = [known.run, known.multirun, known.cfg, known.info, known.shell_completion]
+    modes = [known.run, known.multirun and not known.cfg, known.cfg, known.info, known.shell_completion]
     if sum(bool(mode) for mode in modes) > 1:
         raise UserError("only one of --run, --multirun, --cfg, --info and --shell-completion can be given")
     if known.resolve and not (known.cfg or known.help):
@@ -62,21 +63,26 @@ def read(words: Sequence[str]) -> argparse.Namespace:
         raise UserError(
             "--config-path needs an absolute path; to add files of your own, use --config-dir FOLDER"
         )
-    given = set(known.overrides)
-    if known.multirun:
-        known.overrides = spread(known.overrides)
-    known.argv = [word for word in words if word not in given] + known.overrides
-    return known
+    unwanted = {*known.overrides, *(("-m", "--multirun") if known.cfg else ())}
+    known.flags = [word for word in words if word not in unwanted]
+    return put(known, spread(known.overrides) if known.multirun else known.overrides)
 
 
-def spread(overrides: Sequence[str]) -> list[str]:
+def put(args: argparse.Namespace, overrides: Sequence[str]) -> argparse.Namespace:
+    """Set the overrides of what `read` returned, and return it."""
+    args.overrides = list(overrides)
+    args.argv = [*args.flags, *overrides]
+    return args
+
+
+def spread(overrides: Sequence[str], chosen: Collection[str] = ()) -> list[str]:
     """Return the words of a grid with the knobs of a group that varies as a sweep over one value.
 
     Hydra composes a grid first without what varies: `method.interval=128` would then be a knob of the default
-    method, whatever `method=snapkv,rkv` says.
+    method, whatever `method=snapkv,rkv` says. `chosen` are keys that something else varies, such as a preset.
     """
     parsed = parse(overrides)
-    varied = {item.key_or_group for item in parsed if item.is_sweep_override()}
+    varied = {*chosen, *(item.key_or_group for item in parsed if item.is_sweep_override())}
     words = []
     for word, item in zip(overrides, parsed, strict=True):
         group, dot, _ = item.key_or_group.partition(".")

@@ -42,10 +42,11 @@ class Composer:
         self._name = args.config_name or CONFIG_NAME
         self._loader = hydra.config_loader
         self._multirun = bool(args.multirun)
-        self._written = list(args.overrides)
-        self._parsed = commandline.parse(self._written)
-        self._swept = [item.input_line for item in self._parsed if item.is_sweep_override()]
-        self._check_choices()
+        self._check_choices(commandline.parse(args.overrides))
+        self._written = self._spread(args.overrides)
+        commandline.put(args, self._written)
+        parsed = commandline.parse(self._written)
+        self._swept = [item.input_line for item in parsed if item.is_sweep_override()]
 
     def single(self) -> Job:
         """Compose the command line as one run; values for a sweep are refused."""
@@ -58,16 +59,28 @@ class Composer:
 
         A sweeper that chooses its own values (Optuna) has no cells yet: the list then holds what they share.
         """
+        cells = self.grid()
+        if isinstance(cells, Job):
+            return False, [cells]
+        return True, [self.cell(cells, place) for place in range(len(cells))]
+
+    def grid(self) -> list[list[str]] | Job:
+        """Return the words of every cell of a grid, and the one job of a command line that asks for none."""
         from hydra.types import RunMode
 
         if not self._multirun and not self._swept:
             job = self.single()
             if job.config.hydra.mode != RunMode.MULTIRUN:
-                return False, [job]
+                return job
         master = self._guarded(self._written, RunMode.MULTIRUN).config
         if not self._multirun and master.hydra.mode != RunMode.MULTIRUN:
-            return False, [self.single()]
-        return True, [self._compose(cell) for cell in self._cells(master)]
+            return self.single()
+        return self._cells(master)
+
+    def cell(self, cells: Sequence[Sequence[str]], place: int) -> Job:
+        """Compose one cell of a grid; a UserError names it."""
+        with grids.named(cells[place], cells):
+            return self._compose(cells[place])
 
     def _cells(self, master: DictConfig) -> list[list[str]]:
         from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -87,6 +100,25 @@ class Composer:
             if item.is_sweep_override() and not list(item.sweep_string_iterator()):
                 raise UserError(f"{item.input_line} stands for no value: write the values, key=a,b")
         return [shared + cell for cell in found]
+
+    def _spread(self, written: Sequence[str]) -> list[str]:
+        """Return the words, with knobs of what a preset chooses made sweeps over one value."""
+        from hydra.types import RunMode
+
+        parsed = commandline.parse(written)
+        knobs = {
+            item.input_line
+            for item in parsed
+            if "." in item.key_or_group and not item.is_hydra_override() and not item.is_sweep_override()
+        }
+        preset = any(item.key_or_group == "experiment" for item in parsed)
+        if not preset or not knobs or "hydra.mode=RUN" in written:
+            return list(written)
+        hydra = self._guarded([word for word in written if word not in knobs], RunMode.MULTIRUN).config.hydra
+        if hydra.mode != RunMode.MULTIRUN:
+            return list(written)
+        params, lines = hydra.sweeper.get("params") or {}, hydra.sweeper.get("grid") or ()
+        return commandline.spread(written, grids.keys(self._with_loader, params, lines))
 
     def _with_loader(self, written: Sequence[str]) -> list[Override]:
         """Parse with the loader at hand, which `glob(*)` needs to find its choices."""
@@ -141,8 +173,8 @@ class Composer:
             names += [f"{folder}/{name}" for name in below]
         return sorted(names)
 
-    def _check_choices(self) -> None:
-        for override in self._parsed:
+    def _check_choices(self, parsed: Sequence[Override]) -> None:
+        for override in parsed:
             advice.check_part(override)
             group = override.key_or_group
             options = self.options(group) if not override.is_delete() and "." not in group else []

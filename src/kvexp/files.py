@@ -10,6 +10,7 @@ import os
 import secrets
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,12 +49,22 @@ def write_atomic(path: Path, data: bytes) -> None:
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if (
-            isinstance(error, OSError) and error.errno and error.filename is None
-        ):  # a disk that is full tells no name
+        # A disk that is full tells no name, and a folder that is read-only that of the temporary file.
+        if isinstance(error, OSError) and error.errno and error.filename in (None, temporary, str(temporary)):
             error.filename = str(path)
         raise
     sync_folder(path.parent)
+
+
+def check_writable(folder: Path) -> None:
+    """Make `folder` where it is absent; raise OSError, which names it, where no file can be written in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"0")
+    except OSError as error:
+        code = errno.ENOTDIR if isinstance(error, FileExistsError) else error.errno or errno.EIO
+        raise OSError(code, os.strerror(code), str(folder)) from error
 
 
 def sync_folder(folder: Path) -> None:

@@ -28,7 +28,7 @@ Examples
   python -m kvexp method=asm budget=1024 task=intents
   python -m kvexp -m method=no_context,truncate,asm,full seed=0,1,2
   python -m kvexp method=full model=hf model.id=Qwen/Qwen3-4B task=banking77 data_dir=PATH
-  python -m kvexp method=asm --cfg job               show the configuration and run nothing
+  python -m kvexp method=asm --cfg job               show the configuration (and a grid's cells), run nothing
   python -m kvexp method=truncate --help             this page with the keys of another method
 
   -m a grid   -cd FOLDER your own YAML files   --cfg job [--resolve]   --info defaults-tree   --hydra-help

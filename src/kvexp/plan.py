@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvexp.cell import cell_hash
 from kvexp.errors import UserError
-from kvexp.files import write_atomic
+from kvexp.files import check_writable, write_atomic
 
 if TYPE_CHECKING:
     from kvexp.schema import Settings
@@ -37,6 +37,14 @@ class Plan:
     name: str
     command: str
     cells: tuple[Planned, ...]
+
+
+def write_plans(command: str, cells: Sequence[Settings]) -> list[Path]:
+    """Write the plan of a grid in each output folder that it writes to; an OSError names the folder."""
+    folders = dict.fromkeys(cell.output_dir for cell in cells)
+    for folder in folders:
+        check_writable(folder)
+    return [write_plan(command, [cell for cell in cells if cell.output_dir == one]) for one in folders]
 
 
 def write_plan(command: str, cells: Sequence[Settings]) -> Path:

@@ -125,7 +125,10 @@ def _recorded(settings: Settings, folder: RunFolder, launch: Launch | None, crew
 
 
 def _choices(settings: Settings) -> dict[str, Any]:
-    return {**settings.choices, "budget": settings.budget.rows or "full", "seed": settings.seed}
+    """Return what was chosen, as the record tells it: a method that learns nothing has no calibration."""
+    learnt = settings.choices["calibration"] if settings.method.needs_calibration else None
+    own = {"calibration": learnt, "budget": settings.budget.rows or "full", "seed": settings.seed}
+    return {**settings.choices, **own}
 
 
 def _started_logger(settings: Settings, folder: RunFolder) -> Guarded:

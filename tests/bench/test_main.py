@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -57,6 +58,43 @@ def test_words_are_checked_before_anything_is_built(
     assert main([name, *own, *shared]) == 2
     said = capsys.readouterr().err
     assert said.startswith("kvexp.bench: ") and told in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_disk_that_fills_while_measuring_is_one_sentence(
+    error: Exception, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("kvexp.bench.decoder.load_once", full)
+    assert main(["memory", "methods=full", *words]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("kvexp.bench: ") and said.count("\n") == 1
+    assert "(No space left on device): make room there, or choose another output_dir" in said
+
+
+def test_a_report_that_finds_no_room_is_named(
+    part, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    assert main(["memory", "methods=full", "context=16", "new=1", *words]) == 1
+    assert "/bench/memory/tiny-llama.json cannot be used (No space left" in capsys.readouterr().err
+
+
+def test_other_errors_of_a_part_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvexp.bench.__main__._run", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["memory"])
 
 
 def test_flags_are_words() -> None:

@@ -1,18 +1,24 @@
-"""Every command of docs/record.md runs, its example too, and it names every field of a record."""
+"""Every command of docs/record.md runs, its example too, and it names every key of real records."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvexp import compare
+from kvexp.cell import cell_hash, identity
+from kvexp.cli import settings_of
+from kvexp.measure import usage
 from kvexp.report import __main__ as report
 from kvexp.report import page, paper_figures
-from kvexp.report.record import COUNTERS, PROVENANCE, STORAGE, TIMING, build_record, metric
+from kvexp.report.record import COUNTERS, PROVENANCE, STORAGE, TIMING, build_record, dump_record, metric
+from kvexp.run import run as run_cell
 
 TEXT = (Path(__file__).parents[2] / "docs/record.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^    python -m (kvexp\.\w+) (.*)$", TEXT, re.MULTILINE)
@@ -65,5 +71,38 @@ def test_the_example_prints_every_complete_run(runs, capsys):
 
 
 def test_every_field_is_named():
-    for name in (*STORAGE, *COUNTERS, *TIMING, *PROVENANCE):
+    for name in (*STORAGE, *COUNTERS, *usage.COUNTERS, *TIMING, *PROVENANCE):
         assert f"`{name}`" in TEXT, name
+
+
+# Together they have the keys of every family: memories, eviction, packed rows, reuse; labels and questions.
+REAL = (
+    "method=asm method.lookup=two_level method.recall=true method.iterations=1 budget=64 calibration.n=24"
+    " fidelity=true limit=4 task.context_tokens=400 task.n_labels=4 task.n_calibration=6",
+    "task=state_change method=cacheblend limit=2",
+    "task=state_change method=kivi method.of=snapkv method.residual=32 budget=80 limit=2",
+)
+
+
+def keys_of(record: dict[str, Any]) -> Iterator[str]:
+    """Yield every key of a record but knobs (`identity`), versions, and what a task says of itself."""
+    for name, section in record.items():
+        yield name
+        if name == "metrics":
+            for score, entry in section.items():
+                yield from (score.partition(" [")[0], *entry)
+        elif isinstance(section, dict) and name != "identity":
+            for key, value in section.items():
+                inside = isinstance(value, dict) and name == "fidelity"
+                yield from (key, *(value if inside else ()))
+
+
+@pytest.mark.parametrize("line", REAL)
+def test_a_real_record_has_no_key_that_is_not_told(line, tmp_path):
+    [settings] = settings_of(["model=tiny-llama", "logger=none", f"output_dir={tmp_path}", *line.split()])
+    record = json.loads(dump_record(run_cell(settings)))
+    untold = {key for key in keys_of(record) if f"`{key}`" not in TEXT}
+    assert not untold, "tell in docs/record.md what they mean"
+    learns = settings.method.needs_calibration
+    assert record["choices"]["calibration"] == ("traces" if learns else None)
+    assert record["cell"] == settings.cell == cell_hash(identity(settings))

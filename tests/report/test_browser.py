@@ -11,6 +11,7 @@ import pytest
 import browser
 from kvexp.report import page
 from kvexp.report.collect import collect
+from kvexp.report.colours import SHAPES
 from kvexp.report.details import detail
 from kvexp.report.groups import groups
 from kvexp.report.items import Items
@@ -149,7 +150,10 @@ def test_cells_filter_and_sort(window, small):
         "s.dispatchEvent(new Event('input'))"
     )
     assert window.text("#count") == "5 of 6 cells"
-    head = "#view-cells th:nth-child(9)"
+    heads = [head.split("\n")[0].rstrip("\xa0↕") for head in window.texts("#view-cells th")]
+    assert heads == ["cell", "method", "budget", "status", "score", "value", "items", "MiB", "ms / token"]
+    assert window.text("#view-cells .facts") == "all: task intents · model tiny · seed 0"
+    head = "#view-cells th:nth-child(6)"
     window.click(f"{head} button")
     assert window.run("return document.querySelector(arguments[0]).ariaSort", head) == "descending"
     first = window.texts("#view-cells tbody td:first-child")
@@ -207,12 +211,35 @@ def test_dark_follows_the_system_and_a_choice_stays(window, small):
     window.wait("return document.documentElement.dataset.theme === 'dark'")
     assert window.run(background) == "rgb(20, 23, 27)"
     window.click("#theme")
-    assert (window.text("#theme"), window.run(background)) == ("Light", "rgb(255, 255, 255)")
+    assert (window.text("#theme"), window.run(background)) == ("Theme: light", "rgb(255, 255, 255)")
     window.open(small)
     assert window.run(background) == "rgb(255, 255, 255)"
     window.click("#theme")
     window.click("#theme")
-    assert window.text("#theme") == "Auto"
+    assert window.text("#theme") == "Theme: auto"
+
+
+def test_no_table_is_wider_than_a_desktop(window, small):
+    """The first group, opened details and all, and the table of cells."""
+    wider = "return [...document.querySelectorAll('.scroll')].map(s => s.scrollWidth - s.clientWidth)"
+    for view, tables in (("", 2), ("#cells", 3), ("#runs", 4)):
+        window.run("location.hash = arguments[0]", view) if view else window.open(small)
+        window.wait("return document.readyState === 'complete'")
+        assert window.run(wider) == [0] * tables
+
+
+def test_marks_beside_text_are_those_of_the_figures(window, small):
+    """Also the two that Vega does not draw by a name."""
+    window.open(small)
+    window.wait(DRAWN)
+    names = window.run("return [...Object.keys(SHAPES), ...Object.keys(OWN_SHAPES)]")
+    assert sorted(names) == sorted(SHAPES)
+    window.run("DATA.groups[0].shapes.tova = 'star'; navigate()")
+    window.wait(DRAWN)
+    assert window.run("return document.querySelector('[data-label=tova] path').getAttribute('transform')")
+    drawn = "[...document.querySelectorAll('.plot .mark-symbol path')].map(p => p.getAttribute('d'))"
+    star = window.wait(f"return {drawn}.find(d => d.split('L').length > 5)")
+    assert star.count("L") == 9
 
 
 @pytest.mark.parametrize("view", ["", "#cells", "#runs", "#notes", "#cell/snapkv2560"])

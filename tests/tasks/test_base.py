@@ -59,3 +59,15 @@ def test_a_set_without_traces_says_so():
     loaded = TaskSet(Context((), ()), [], ("a",), ((1,),), ((1, 2),), 2, [], "", ("\n",), 2)
     with pytest.raises(UserError, match="this task has no traces"):
         loaded.traces(1, "none", 0)
+
+
+def test_what_a_task_may_be_asked():
+    asked = dataclass_of(FILES["intents"])().check_asked, dataclass_of(FILES["locomo"])().check_asked
+    for check in asked:
+        check("test", None)
+        for split, limit, told in (("tset", 1, "split=tset is none of"), ("test", 0, "limit=0 is too small")):
+            with pytest.raises(UserError, match=told):
+                check(split, limit)
+    asked[0]("validation", 1)
+    with pytest.raises(UserError, match="task=locomo has no split=validation: leave split out"):
+        asked[1]("validation", 1)

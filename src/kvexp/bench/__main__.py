@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from kvexp.cli import WRONG
+from kvexp.ended import FAILED, ended, say
 from kvexp.errors import UserError, suggest
+from kvexp.failures import disk_error
 
 PARTS = {
     "attention": "a step of ASM's attention by lookup, beside full attention over the prefix it stands for",
@@ -18,6 +20,8 @@ PARTS = {
     "scoring": "what TriAttention's scores and prunes cost",
 }
 HELP = ("-h", "--help", "help")
+NAME = "kvexp.bench"
+ADVICE = "make room there, or choose another output_dir and store_dir"
 
 
 def words_of(arguments: Sequence[str]) -> list[str]:
@@ -43,25 +47,31 @@ def _quiet() -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run a part, or say what there is; an error is one sentence."""
+    try:
+        return ended(lambda: _run(arguments), ADVICE, NAME)
+    except Exception as error:
+        full = disk_error(error)
+        if full is None:
+            raise
+        return say(f"a file cannot be written ({os.strerror(full)}): {ADVICE}", FAILED, NAME)
+
+
+def _run(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in HELP:
         lines = [f"    {part:10} {text}" for part, text in PARTS.items()]
         print("python -m kvexp.bench PART [key=value ...]; PART --help says more", *lines, sep="\n")
         return 0
     part = arguments[0]
-    try:
-        if part not in PARTS:
-            near = suggest(part, PARTS) or "."
-            raise UserError(f"there is no part '{part}'{near} Parts: {', '.join(PARTS)}")
-        words = words_of(arguments[1:])
-        module = import_module(f"kvexp.bench.{part}")
-        if set(words) & set(HELP):
-            print(module.__doc__)
-            return 0
-        _quiet()
-        return int(module.main(words))
-    except UserError as error:
-        print(f"kvexp.bench: {error}", file=sys.stderr)
-        return WRONG
+    if part not in PARTS:
+        near = suggest(part, PARTS) or "."
+        raise UserError(f"there is no part '{part}'{near} Parts: {', '.join(PARTS)}")
+    words = words_of(arguments[1:])
+    module = import_module(f"kvexp.bench.{part}")
+    if set(words) & set(HELP):
+        print(module.__doc__)
+        return 0
+    _quiet()
+    return int(module.main(words))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from kvexp.errors import UserError
+from kvexp.files import check_writable, write_atomic
 
 
 def clock() -> float:
@@ -53,9 +53,7 @@ def folder_of(output_dir: Path, part: str) -> Path:
     """
     folder = output_dir / "bench" / part
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"0")
+        check_writable(folder)
     except OSError as error:
         raise UserError(
             f"output_dir={output_dir} cannot be written to ({error.strerror}): choose another"
@@ -66,4 +64,4 @@ def folder_of(output_dir: Path, part: str) -> Path:
 def written(settings: Any, part: str, report: dict[str, Any]) -> None:
     """Write what a part found to OUTPUT_DIR/bench/PART/MODEL.json."""
     path = folder_of(settings.output_dir, part) / f"{settings.model.label}.json"
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_atomic(path, (json.dumps(report, indent=2) + "\n").encode())

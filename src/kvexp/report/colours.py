@@ -1,12 +1,15 @@
-"""One colour for each method, in every figure of a report: the page's, light and dark, and those on paper.
+"""One look for each method in every figure of every report: a colour on light and on dark, and a mark.
 
 The hues stay apart for the common kinds of colour blindness (they start from Okabe and Ito's set, 2008, with
-its yellow darkened for white paper); where there are more methods than hues, the shape of the mark tells.
+its yellow darkened for white paper), and each stands out from its ground by 3:1 or more. There are more
+methods than hues: those of one hue have marks (and lines) of their own, and are seldom compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 LIGHT = (
     "#0072b2",
@@ -32,11 +35,66 @@ DARK = (
     "#a3cf70",
     "#c9a98f",
 )
-FIXED = {"full": ("#1b1f24", "#e7eaee"), "no_context": ("#7b8794", "#8a94a0")}
+INK, GREY = ("#1b1f24", "#e7eaee"), ("#7b8794", "#8a94a0")
+SHAPES = (
+    *("circle", "square", "diamond", "triangle-up", "cross"),
+    *("triangle-down", "triangle-right", "triangle-left", "star", "x"),
+)
+MARKERS = "osD^Pv><*X"  # matplotlib's names of SHAPES
+
+# A row for each hue; of two methods that share it, the second has the second mark.
+_OF_A_HUE = (
+    ("asm", "tova", "prophetkv"),
+    ("triattention", "agentkvshift"),
+    ("triattention_plus", "agentkvshift_plus"),
+    ("snapkv", "kivi"),
+    ("kvzip", "raas", "ott"),
+    ("h2o", "cacheblend", "vatp"),
+    ("pyramidkv", "prefix_cache", "expected_attention"),
+    ("rkv", "reposition", "lazyeviction"),
+    ("adakv", "two_phase"),
+    ("streaming_llm", "truncate", "knorm"),
+)
+_REFERENCES = (("full", "full_recompute", "keep_all"), INK), (("no_context", "random"), GREY)
+_LOOKS = {
+    name: (colours, place)
+    for names, colours in (*zip(_OF_A_HUE, zip(LIGHT, DARK, strict=True), strict=True), *_REFERENCES)
+    for place, name in enumerate(names)
+}
+_FREE = len(SHAPES) - max(map(len, _OF_A_HUE))  # marks that no method above has
 
 
-def palette(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return each method's colour on light and on dark ground; `full` and `no_context` are ink and grey."""
-    free = sorted(set(methods) - set(FIXED))
-    own = {name: (LIGHT[i % len(LIGHT)], DARK[i % len(DARK)]) for i, name in enumerate(free)}
-    return {**own, **FIXED}
+def look(method: str) -> tuple[tuple[str, str], int]:
+    """Return a method's colours (on light, on dark) and the place of its mark in `SHAPES`.
+
+    A method that is not known here has the hue and the mark that its name hashes to.
+    """
+    if method in _LOOKS:
+        return _LOOKS[method]
+    number = zlib.crc32(method.encode())
+    hue = number % len(LIGHT)
+    return (LIGHT[hue], DARK[hue]), len(SHAPES) - 1 - number // len(LIGHT) % _FREE
+
+
+def palette(methods: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Return each method's colours."""
+    return {name: look(name)[0] for name in methods}
+
+
+def shapes(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the mark of each label: its method's own, or for further labels of a method the next free one.
+
+    `rows` have "label" and "method". No two labels of one hue share a mark, as long as there are enough.
+    """
+    methods = {row["label"]: row["method"] for row in rows}
+    firsts = {method: label for label, method in reversed(methods.items())}
+    found: dict[str, str] = {}
+    used: dict[tuple[str, str], list[int]] = {}
+    for label, method in sorted(methods.items(), key=lambda one: firsts[one[1]] != one[0]):
+        colours, own = look(method)
+        taken = used.setdefault(colours, [])
+        order = [own, *range(len(SHAPES))]
+        place = min(order, key=lambda at: (taken.count(at), order.index(at)))
+        taken.append(place)
+        found[label] = SHAPES[place]
+    return found

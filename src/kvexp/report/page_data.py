@@ -9,7 +9,7 @@ from typing import Any
 
 from kvexp.report.averages import means
 from kvexp.report.collect import KINDS, Collected
-from kvexp.report.colours import palette
+from kvexp.report.colours import palette, shapes
 from kvexp.report.details import memory_of
 from kvexp.report.facts import COSTS, WORDS, group_facts
 from kvexp.report.groups import Group
@@ -43,6 +43,9 @@ def page_data(
     for one, group in zip(facts, found, strict=True):
         one["calibration"] = _calibration(group)
         one["papers"] = beside(one, experiment)
+    compared = [*means(facts), *facts]
+    for one in compared:
+        one["shapes"] = shapes(one["rows"])
     records, cells = [], []
     for one, group in zip(facts, found, strict=True):
         for row in group.grid.rows:
@@ -61,7 +64,7 @@ def page_data(
         "summary": ", ".join(said),
         "palette": palette([record["choices"]["method"] for record in records]),
         "words": WORDS,
-        "groups": [*means(facts), *facts],
+        "groups": compared,
         "cells": cells,
         "problems": [vars(problem) for problem in collected.problems],
         "kinds": dict(KINDS),

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvexp.report.colours import MARKERS, SHAPES
 from kvexp.report.facts import words
 from kvexp.report.figures import pyplot, saved
 from kvexp.specs import slug
 
 Group = Mapping[str, Any]
 Row = Mapping[str, Any]
-MARKERS = "osD^Pv"
+DASHES = {"o": "-", "s": "--", "D": ":"}  # lines of one colour; all other markers have dashes and dots
 SPREAD = 8  # the largest over the smallest value from which an axis is logarithmic
 LINE_INCHES = 0.24  # height of one row of a figure with a row for each method
 COSTS = (
@@ -67,15 +68,13 @@ def _group(group: Group, palette: Mapping[str, Any], stem: Path) -> list[Path]:
 
 
 def _looks(group: Group, palette: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return colour and marker of each label; rows of one colour are told apart by the marker."""
-    looks: dict[str, dict[str, str]] = {}
-    used: dict[str, int] = {}
-    for row in group["rows"]:
-        if row["label"] not in looks:
-            colour = palette[row["method"]][0]
-            used[colour] = used.get(colour, -1) + 1
-            looks[row["label"]] = {"color": colour, "marker": MARKERS[used[colour] % len(MARKERS)]}
-    return looks
+    """Return colour and marker of each label, as on the page."""
+    colours = {row["label"]: palette[row["method"]][0] for row in group["rows"]}
+    markers = dict(zip(SHAPES, MARKERS, strict=True))
+    return {
+        label: {"color": colour, "marker": markers[group["shapes"][label]]}
+        for label, colour in colours.items()
+    }
 
 
 def _by_budget(group: Group, metric: str, rows: Sequence[Row], looks: Any, path: Path) -> Path:
@@ -85,7 +84,8 @@ def _by_budget(group: Group, metric: str, rows: Sequence[Row], looks: Any, path:
         swept = [row for row in mine if row["budget"] != "full"]
         if swept:
             at = [int(row["budget"]) for row in swept]
-            _bars(axis, at, [row["metrics"][metric] for row in swept], looks[label], label)
+            style = {**looks[label], "linestyle": DASHES.get(looks[label]["marker"], "-.")}
+            _bars(axis, at, [row["metrics"][metric] for row in swept], style, label)
         for entry in (row["metrics"][metric] for row in mine if row["budget"] == "full"):
             colour = looks[label]["color"]
             axis.axhline(entry["value"], color=colour, linestyle="--", linewidth=1.2, label=label)

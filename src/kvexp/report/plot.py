@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvexp.report.colours import MARKERS, SHAPES, look, shapes
 from kvexp.report.figures import pyplot, saved
 from kvexp.report.grid import grids
 
 METRICS = (("accuracy_calibrated", "calibrated accuracy"), ("accuracy", "raw accuracy"))
-MARKERS = "osD^vP*X<>"
 
 
 def storage_plot(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
@@ -20,9 +20,10 @@ def storage_plot(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
     Needs matplotlib, of the extra `kvexp[report]`.
     """
     grid = grids(records)[0]
+    marks = shapes([{"label": row.label, "method": row.method} for row in grid.rows])
     figure, axes = pyplot().subplots(1, len(METRICS), figsize=(11, 4.6), sharex=True, sharey=True)
     for axis, (name, title) in zip(axes, METRICS, strict=True):
-        for row, marker in zip(grid.rows, MARKERS, strict=False):
+        for row in grid.rows:
             if not row.records:
                 continue
             found = [record["metrics"][name] for record in row.records]
@@ -33,7 +34,8 @@ def storage_plot(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
                 sum(stored) / len(stored),
                 value,
                 yerr=error,
-                fmt=marker,
+                fmt=MARKERS[SHAPES.index(marks[row.label])],
+                color=look(row.method)[0][0],
                 capsize=4,
                 markersize=8,
                 label=row.label,

@@ -22,7 +22,7 @@ from kvexp.notes.endpoint import configured
 from kvexp.notes.units import Ask, NotesKind
 from kvexp.tasks.ama_data import Asked, Episode, load_episodes
 from kvexp.tasks.ama_scores import Scorer
-from kvexp.tasks.base import SPLITS, Task, at_least, one_of
+from kvexp.tasks.base import Task, at_least
 from kvexp.tasks.labels import rows_sha256
 from kvexp.tasks.noted import Filled, Form, Frame, drawn
 from kvexp.tasks.questions import Question, QuestionSet
@@ -51,6 +51,7 @@ class AmaBench(Task):
 
     id: ClassVar[str] = "ama_bench"
     kind: ClassVar[str] = "questions"
+    splits: ClassVar[tuple[str, ...]] = ("test",)
     shared_context: ClassVar[bool] = False
     known_answers: ClassVar[bool] = True
     units: ClassVar[bool] = True
@@ -94,10 +95,7 @@ class AmaBench(Task):
             UserError: there is no such split, the data cannot be read or has no such questions, fewer than
                 are wanted, a judge without an endpoint, or a chat of a tokenizer without a template.
         """
-        one_of("split", split, SPLITS)
-        at_least("limit", limit, 1)
-        if split != "test":
-            raise UserError(f"task={self.id} has no split={split}: leave split out")
+        self.check_asked(split, limit)
         score = Scorer(self._judge())
         episodes = load_episodes(data_dir)
         chosen = self._chosen(episodes, seed)[:limit]

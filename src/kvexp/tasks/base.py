@@ -92,7 +92,8 @@ class Task(ABC):
     "questions" (answered by free generation), "continuation" (a text that goes on) or "lm_eval" (run by
     lm-eval); `shared_context` whether one context serves all queries; `known_answers` whether each question
     has a text along which distributions can be compared ("questions" alone); `units` whether contexts are
-    made of several units of text (notes, demonstrations), which could be encoded one by one.
+    made of several units of text (notes, demonstrations), which could be encoded one by one; `splits` which
+    splits there are.
     """
 
     id: ClassVar[str]
@@ -100,6 +101,7 @@ class Task(ABC):
     shared_context: ClassVar[bool]
     known_answers: ClassVar[bool] = False
     units: ClassVar[bool] = False
+    splits: ClassVar[tuple[str, ...]] = SPLITS
 
     @property
     def has_units(self) -> bool:
@@ -120,6 +122,13 @@ class Task(ABC):
 
         A TaskSet ("labels"), a QuestionSet ("questions") or TextSet ("continuation").
         """
+
+    def check_asked(self, split: str, limit: int | None) -> None:
+        """Raise UserError for a split that the task lacks, and a limit that leaves nothing."""
+        one_of("split", split, SPLITS)
+        at_least("limit", limit, 1)
+        if split not in self.splits:
+            raise UserError(f"task={self.id} has no split={split}: leave split out")
 
     def check_data(self) -> None:
         """Raise UserError for a file of the user's own that cannot be used, before the model is loaded."""

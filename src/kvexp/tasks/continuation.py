@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from kvexp.errors import UserError
 from kvexp.prompt import bos_ids, encode
-from kvexp.tasks.base import SPLITS, Task, at_least, one_of
+from kvexp.tasks.base import Task, at_least
 from kvexp.tasks.texts import load_texts, texts_sha256
 
 
@@ -76,7 +76,7 @@ class Continuation(Task):
         data_dir: str | None = None,
     ) -> TextSet:
         """Return `n` stretches; each opens with a text of the source and runs on into the next ones."""
-        one_of("split", split, SPLITS)
+        self.check_asked(split, limit)
         texts = load_texts(self.source, data_dir)
         random.Random(f"{self.id}/{split}/{seed}").shuffle(texts)
         bos = bos_ids(tokenizer)

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from kvexp.errors import UserError
 from kvexp.prompt import continuation
-from kvexp.tasks.base import SPLITS, Task, at_least, one_of
+from kvexp.tasks.base import Task, at_least
 from kvexp.tasks.fitting import cut_nearest
 from kvexp.tasks.labels import rows_sha256
 from kvexp.tasks.longbench_scores import qa_f1
@@ -66,8 +66,7 @@ class Jsonl(Task):
         data_dir: str | None = None,
     ) -> QuestionSet:
         """Return the questions in the order of the file; raises UserError for a file that cannot be used."""
-        one_of("split", split, SPLITS)
-        at_least("limit", limit, 1)
+        self.check_asked(split, limit)
         rows = self._rows()
         if not 0 <= self.n_validation < len(rows):
             raise UserError(

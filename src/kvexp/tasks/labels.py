@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from kvexp.errors import UserError
 from kvexp.prompt import Context, bos_ids, continuation, encode
-from kvexp.tasks.base import SPLITS, Document, Task, TaskSet, Trace, at_least, one_of
+from kvexp.tasks.base import Document, Task, TaskSet, Trace, at_least
 
 
 class Row(NamedTuple):
@@ -158,8 +158,7 @@ class LabelTask(Task):
         data_dir: str | None = None,
     ) -> TaskSet:
         """See `Task.load`. Raises UserError for a tokenizer that cannot serve a shared context."""
-        one_of("split", split, SPLITS)
-        at_least("limit", limit, 1)
+        self.check_asked(split, limit)
         drawn = self.draw(tokenizer, seed, split, data_dir)
         rows, permutation = drawn.demonstrations(), None
         if self.permute_labels:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from kvexp.errors import UserError
 from kvexp.notes.amem import AMem
 from kvexp.notes.units import NotesKind
-from kvexp.tasks.base import SPLITS, Task, at_least, one_of
+from kvexp.tasks.base import Task, at_least
 from kvexp.tasks.labels import rows_sha256
 from kvexp.tasks.locomo_data import CATEGORIES, Asked, Conversation, load_conversations
 from kvexp.tasks.locomo_scores import METRICS, NOT_MENTIONED, gold_answer, score
@@ -50,6 +50,7 @@ class Locomo(Task):
 
     id: ClassVar[str] = "locomo"
     kind: ClassVar[str] = "questions"
+    splits: ClassVar[tuple[str, ...]] = ("test",)
     shared_context: ClassVar[bool] = False
     known_answers: ClassVar[bool] = True
     units: ClassVar[bool] = True
@@ -87,10 +88,7 @@ class Locomo(Task):
             UserError: there is no such split, the data cannot be read or has no such questions, fewer exist
                 than are wanted, or a chat is wanted of a tokenizer that has no chat template.
         """
-        one_of("split", split, SPLITS)
-        at_least("limit", limit, 1)
-        if split != "test":
-            raise UserError(f"task={self.id} has no split={split}: leave split out")
+        self.check_asked(split, limit)
         conversations = load_conversations(data_dir)
         chosen = self._chosen(conversations, seed)[:limit]
         frame = Frame(tokenizer, INSTRUCTION, self.prompt)

@@ -21,7 +21,7 @@ import yaml
 from kvexp.errors import UserError
 from kvexp.prompt import bos_ids, continuation, encode
 from kvexp.tasks import longbench_scores, metrics
-from kvexp.tasks.base import SPLITS, Task, at_least, one_of
+from kvexp.tasks.base import Task, at_least, one_of
 from kvexp.tasks.datasets import hub_table
 from kvexp.tasks.fitting import cut_nearest
 from kvexp.tasks.labels import rows_sha256
@@ -87,8 +87,7 @@ class LongBench(Task):
         Raises:
             UserError: data cannot be read, there is no such split, or a question leaves no room in `length`.
         """
-        one_of("split", split, SPLITS)
-        at_least("limit", limit, 1)
+        self.check_asked(split, limit)
         if split != "test" and not self.n_validation:
             raise UserError(
                 "longbench has no split=validation of its own: set task.n_validation=5, or leave it out"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from kvexp.errors import UserError
-from kvexp.tasks.base import SPLITS, Task, at_least, at_most, one_of
+from kvexp.tasks.base import Task, at_least, at_most
 from kvexp.tasks.datasets import load_rows
 from kvexp.tasks.labels import rows_sha256
 from kvexp.tasks.math_answers import extract_answer, same_answer, same_integer
@@ -37,6 +37,7 @@ class MathProblems(Task):
     """
 
     kind: ClassVar[str] = "questions"
+    splits: ClassVar[tuple[str, ...]] = ("test",)
     shared_context: ClassVar[bool] = False
     integers: ClassVar[bool]
     """Whether answers are integers from 0 to 999 rather than any expression."""
@@ -63,10 +64,7 @@ class MathProblems(Task):
         Raises UserError for a validation split, which the sets lack, for a prompt that leaves no room for an
         answer, and for a chat with a tokenizer that has no chat template.
         """
-        one_of("split", split, SPLITS)
-        at_least("limit", limit, 1)
-        if split != "test":
-            raise UserError(f"task={self.id} has no split={split}: leave split out")
+        self.check_asked(split, limit)
         rows = self._rows(data_dir)
         at_most("task.n", self.n, len(rows))
         return QuestionSet(

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from kvexp.errors import UserError
 from kvexp.notes.units import Unit, as_unit
 from kvexp.prompt import Context, continuation
-from kvexp.tasks.base import SPLITS, Task, Trace, at_least, one_of
+from kvexp.tasks.base import Task, Trace, at_least
 from kvexp.tasks.nba_data import LEVELS, Problem, load_problems, load_rules, sha256
 from kvexp.tasks.nba_made import made
 from kvexp.tasks.noted import Form, Frame
@@ -86,8 +86,7 @@ class Nba(Task):
 
         Raises UserError where data cannot be read, and for a tokenizer that cannot serve a shared context.
         """
-        one_of("split", split, SPLITS)
-        at_least("limit", limit, 1)
+        self.check_asked(split, limit)
         problems, rules = load_problems(data_dir, self.source), load_rules(data_dir, self.source)
         published = frozenset(one.facts for one in problems)
         frame = Frame(tokenizer, INSTRUCTION, self.prompt)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from kvexp.errors import UserError
 from kvexp.prompt import continuation
-from kvexp.tasks.base import SPLITS, Task, at_least, at_most, one_of
+from kvexp.tasks.base import Task, at_least, at_most
 from kvexp.tasks.fitting import cut
 from kvexp.tasks.passkey_text import NAMES, build, draw, take
 from kvexp.tasks.questions import Question, QuestionSet
@@ -67,8 +67,7 @@ class Passkey(Task):
         Raises:
             UserError: the facts do not fit, the texts are missing, or the tokenizer merges context and query.
         """
-        one_of("split", split, SPLITS)
-        at_least("limit", limit, 1)
+        self.check_asked(split, limit)
         texts = load_texts(self.source, data_dir)
         stream = f"{self.id}/{seed}" + ("" if split == "test" else f"/{split}")
         contexts = self.n if limit is None else min(self.n, -(-limit // self.n_facts))

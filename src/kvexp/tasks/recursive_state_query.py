@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from kvexp.errors import UserError
-from kvexp.tasks.base import SPLITS, Task, at_least, one_of
+from kvexp.tasks.base import SPLITS, Task, at_least
 from kvexp.tasks.dfs_answers import score_state
 from kvexp.tasks.dfs_graphs import MIN_NODES, Edges, Kind, State, draw_graph, simulate
 from kvexp.tasks.labels import rows_sha256
@@ -105,8 +105,7 @@ class RecursiveStateQuery(Task):
 
         No graph is in both splits. Raises UserError for a chat with a tokenizer that has no chat template.
         """
-        one_of("split", split, SPLITS)
-        at_least("limit", limit, 1)
+        self.check_asked(split, limit)
         drawn = [
             self._draw(steps, number, seed, split)
             for number in range(self.n_per_step)

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from kvexp.errors import UserError
 from kvexp.prompt import bos_ids, continuation, encode
 from kvexp.tasks import ruler_niah, ruler_qa, ruler_words
-from kvexp.tasks.base import SPLITS, Task, at_least, one_of
+from kvexp.tasks.base import Task, at_least, one_of
 from kvexp.tasks.fitting import cut, largest
 from kvexp.tasks.labels import rows_sha256
 from kvexp.tasks.questions import Question, QuestionSet
@@ -94,8 +94,7 @@ class Ruler(Task):
             UserError: a subtask does not fit into `length`, data is missing, or the tokenizer merges context
                 and question.
         """
-        one_of("split", split, SPLITS)
-        at_least("limit", limit, 1)
+        self.check_asked(split, limit)
         material, notes = self._material(data_dir)
         readings = {
             name: ruler_qa.load_reading(READING[name], data_dir) for name in self.subtasks if name in READING

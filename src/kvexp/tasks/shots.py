@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from kvexp.errors import UserError
-from kvexp.tasks.base import SPLITS, Task, Trace, at_least, at_most, one_of
+from kvexp.tasks.base import Task, Trace, at_least, at_most
 from kvexp.tasks.labels import Prompt, Row, normalise, rows_sha256
 from kvexp.tasks.questions import Overall, Question, QuestionSet
 
@@ -92,8 +92,7 @@ class ShotsTask(Task):
         data_dir: str | None = None,
     ) -> QuestionSet:
         """See `Task.load`. Raises UserError for a tokenizer that cannot serve a shared context."""
-        one_of("split", split, SPLITS)
-        at_least("limit", limit, 1)
+        self.check_asked(split, limit)
         train, test = self.shots(data_dir)
         pool = _distinct(train, without=test)
         random.Random(f"{self.id}/held-out").shuffle(pool)

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from kvexp.errors import UserError
 from kvexp.notes.units import Unit, as_unit
 from kvexp.prompt import encode
-from kvexp.tasks.base import SPLITS, Task, at_least, at_most, one_of
+from kvexp.tasks.base import Task, at_least, at_most
 from kvexp.tasks.labels import rows_sha256
 from kvexp.tasks.noted import Frame
 from kvexp.tasks.passkey_text import NAMES, WORDS
@@ -89,8 +89,7 @@ class StateChange(Task):
         data_dir: str | None = None,
     ) -> QuestionSet:
         """Return the questions, context by context; those of one context share it."""
-        one_of("split", split, SPLITS)
-        at_least("limit", limit, 1)
+        self.check_asked(split, limit)
         stream = f"{self.id}/{seed}" + ("" if split == "test" else f"/{split}")
         single = [word for word in WORDS if len(encode(tokenizer, f" {word}")) == 1]
         frame = Frame(tokenizer, INSTRUCTION)

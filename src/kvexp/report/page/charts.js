@@ -26,13 +26,16 @@ async function draw(place, spec, description) {
   place.vegaView = (await vegaEmbed(place, whole, options)).view;
 }
 
-/** The channels that give a method its colour and a row its shape. */
+const DASHES = { circle: [1, 0], square: [7, 3], diamond: [2, 2] };
+
+/** The channels that give a method its colour, and a row its shape and the dashes of its line. */
 function looks(group) {
-  const labels = [...new Set(group.rows.map((row) => row.label))], shape = shapes(group);
+  const labels = [...new Set(group.rows.map((row) => row.label))], shape = labels.map((label) => group.shapes[label]);
   const method = Object.fromEntries(group.rows.map((row) => [row.label, row.method]));
+  const by = (range) => ({ field: "label", scale: { domain: labels, range } });
   return {
-    color: { field: "label", scale: { domain: labels, range: labels.map((l) => colour(method[l])) } },
-    shape: { field: "label", scale: { domain: labels, range: labels.map((l) => shape[l]) } },
+    color: by(labels.map((label) => colour(method[label]))), shape: by(shape.map((name) => OWN_SHAPES[name] ?? name)),
+    strokeDash: by(shape.map((name) => DASHES[name] ?? [8, 3, 2, 3])),
   };
 }
 
@@ -57,12 +60,19 @@ function names(rows) {
   return { axis, height: Math.max(24, 12 * lines + 8) * count };
 }
 
+/** 1, 2 and 5 of every decade that a logarithmic axis shows: lines without a number say nothing. */
+function decades(low, high) {
+  const from = Math.floor(Math.log10(low)), to = Math.ceil(Math.log10(high));
+  const found = Array.from({ length: to - from + 1 }, (_, at) => [1, 2, 5].map((digit) => Number(`${digit}e${from + at}`))).flat();
+  return found.filter((value) => value >= low / 1.3 && value <= high * 1.3);
+}
+
 /** Scores that are better low (KL, NLL) may span decades; then their axis is logarithmic. */
 function scoreAxis(metric, data, higher) {
   const values = data.map((point) => point.value), low = Math.min(...values);
   const wide = !higher && low > 0 && Math.max(...values) > 8 * low;
   if (wide) for (const point of data) point.low = Math.max(point.low, point.value / 2);
-  return { field: "value", type: "quantitative", title: words(metric), scale: wide ? { type: "log", nice: false, padding: 8 } : { zero: false, nice: true }, axis: wide ? { format: "~g", tickCount: 5 } : {} };
+  return { field: "value", type: "quantitative", title: words(metric), scale: wide ? { type: "log", nice: false, padding: 8 } : { zero: false, nice: true }, axis: wide ? { format: "~g", values: decades(Math.min(...data.map((point) => point.low)), Math.max(...data.map((point) => point.high))) } : { tickCount: 6 } };
 }
 
 const TIP = [
@@ -73,7 +83,7 @@ const POINT = { type: "point", filled: true, size: 70, opacity: 1 };
 
 /** Scores over budgets; what has no budget is a level across the figure. */
 function byBudget(group, metric, data) {
-  const { color, shape } = looks(group);
+  const { color, shape, strokeDash } = looks(group);
   const swept = data.filter((point) => point.rows), levels = data.filter((point) => !point.rows);
   const budgets = [...new Set(swept.map((point) => point.rows))].sort((a, b) => a - b);
   const y = scoreAxis(metric, data, group.higher[metric]);
@@ -91,7 +101,7 @@ function byBudget(group, metric, data) {
     ...new Set(swept.map((point) => point.label)).size > 8 ? [] : [
       { data: { values: swept }, mark: { type: "area", opacity: 0.1 }, encoding: { x, y: { ...y, field: "low" }, y2: { field: "high" }, color, detail } },
     ],
-    { data: { values: swept }, mark: { type: "line", strokeWidth: 1.8 }, encoding: { x, y, color, detail } },
+    { data: { values: swept }, mark: { type: "line", strokeWidth: 1.8 }, encoding: { x, y, color, strokeDash, detail } },
     { data: { values: swept }, mark: { type: "rule", opacity: 0.6 }, encoding: { x, y: { ...y, field: "low" }, y2: { field: "high" }, color } },
     { data: { values: swept }, mark: POINT, encoding: { x, y, color, shape, tooltip: TIP } },
   ] };
@@ -122,7 +132,7 @@ function againstCost(group, metric, data, cost, title) {
   const known = data.filter((point) => point[cost] !== null && point[cost] > 0);
   const values = known.map((point) => point[cost]), wide = Math.max(...values) > 8 * Math.min(...values);
   const x = {
-    field: cost, type: "quantitative", title, axis: { grid: false, format: "~s", tickCount: 6, labelOverlap: true },
+    field: cost, type: "quantitative", title, axis: { grid: false, format: Math.max(...values) < 20000 ? ",~f" : "~s", labelOverlap: true, ...(wide ? { values: decades(Math.min(...values), Math.max(...values)) } : { tickCount: 6 }) },
     scale: wide ? { type: "log", nice: false, padding: 18 } : { zero: false, nice: true, padding: 14 },
   };
   const y = scoreAxis(metric, data, group.higher[metric]);
@@ -142,7 +152,7 @@ function forest(group, rows) {
     said: `${number(d.value)} (${number(d.low)} to ${number(d.high)})`, adjusted: d.holm < 0.001 ? "< 0.001" : number(d.holm),
   }));
   const { axis, height } = names(data), y = { field: "is", type: "nominal", title: null, sort: null, axis };
-  const x = { field: "value", type: "quantitative", title: `difference in ${words(rows[0].metric)}`, scale: { nice: true } };
+  const x = { field: "value", type: "quantitative", title: `difference in ${words(rows[0].metric)}`, scale: { nice: true }, axis: { tickCount: 6, labelOverlap: true } };
   const tooltip = [
     { field: "is", title: "row" }, { field: "said", title: "difference (95 %)" }, { field: "adjusted", title: "p, Holm" },
     { field: "items", title: "items" }, { field: "verdict", title: "against full" },
@@ -163,7 +173,7 @@ function steps(group, hidden) {
   const rows = group.rows.filter((row) => row.steps.p50 !== null && !hidden.has(row.label));
   const data = rows.map((row) => ({ ...row.steps, label: row.label, budget: row.budget, is: rowName(row) }));
   const { axis, height } = names(data), y = { field: "is", type: "nominal", title: null, sort: null, axis };
-  const x = { field: "p50", type: "quantitative", title: "one decoding step of a batch, ms", scale: { type: "log", nice: true }, axis: { format: "~s", tickCount: 6, labelOverlap: true } };
+  const x = { field: "p50", type: "quantitative", title: "one decoding step of a batch, ms", scale: { type: "log", nice: true }, axis: { format: "~s", labelOverlap: true, values: decades(Math.min(...data.map((d) => d.p50)), Math.max(...data.map((d) => d.max))) } };
   const tooltip = [{ field: "is", title: "row" }, ...["p50", "p99", "max"].map((field) => ({ field, title: `${field}, ms`, format: ",.1f" }))];
   return { height, data: { values: data }, layer: [
     { mark: { type: "rule", strokeWidth: 1.6 }, encoding: { y, x, x2: { field: "max" }, color } },
@@ -194,7 +204,7 @@ function everyStep(group, hidden) {
 /** A smaller budget is drawn paler. */
 function fainter(data) {
   const budgets = [...new Set(data.map((point) => point.budget))].sort((a, b) => (Number(a) || Infinity) - (Number(b) || Infinity));
-  return { field: "budget", type: "ordinal", sort: budgets, scale: { domain: budgets, range: budgets.map((_, at) => 0.4 + 0.6 * (at + 1) / budgets.length) } };
+  return { field: "budget", type: "ordinal", sort: budgets, scale: { domain: budgets, range: budgets.map((_, at) => 0.55 + 0.45 * (at + 1) / budgets.length) } };
 }
 
 /** A line for each row, over positions of generated text or over layers. */

@@ -72,12 +72,12 @@ function verdictLine(group, state) {
 }
 
 function legend(group, state, refresh) {
-  const shape = shapes(group), seen = new Map(group.rows.map((row) => [row.label, row.method]));
+  const seen = new Map(group.rows.map((row) => [row.label, row.method]));
   const items = [...seen].map(([label, method]) => el("li", {}, el("button", {
     type: "button", "aria-pressed": String(!state.hidden.has(label)), title: "Show or hide in the figures",
     onclick: () => { state.hidden.has(label) ? state.hidden.delete(label) : state.hidden.add(label); refresh(); focusAgain(label); },
     "data-label": label,
-  }, mark(method, shape[label]), label)));
+  }, mark(method, group.shapes[label]), label)));
   const all = state.hidden.size < seen.size / 2;
   const every = el("button", { type: "button", "data-label": "", onclick: () => { state.hidden = new Set(all ? seen.keys() : []); refresh(); focusAgain(""); } }, all ? "Hide all" : "Show all");
   if (seen.size > 3) items.push(el("li", {}, every));

@@ -3,7 +3,7 @@ const VIEWS = { compare: "Compare", cells: "Cells", runs: "Runs", notes: "Notes"
 function showRuns(place) {
   const columns = [
     text("kind", "state", { show: (row) => el("span", { class: `tag ${row.kind === "failed" || row.kind === "broken" ? "bad" : "soft"}` }, row.kind) }),
-    text("folder", "folder", { wide: true }), text("reason", "why", { wide: true }),
+    nameOf("folder", "folder"), text("reason", "why", { wide: true }),
   ];
   const said = Object.entries(DATA.kinds).filter(([kind]) => DATA.problems.some((one) => one.kind === kind));
   place.replaceChildren(
@@ -34,8 +34,8 @@ function applyTheme() {
   const chosen = remember("theme") ?? "auto", dark = matchMedia("(prefers-color-scheme: dark)").matches;
   document.documentElement.dataset.theme = chosen === "auto" ? (dark ? "dark" : "light") : chosen;
   const button = document.getElementById("theme");
-  button.textContent = capital(chosen);
-  button.setAttribute("aria-label", `Colours: ${chosen}. Change`);
+  button.textContent = `Theme: ${chosen}`;
+  button.title = "Light, dark, or as the system has it (auto)";
 }
 
 function start() {

@@ -3,7 +3,7 @@ const AT_ONCE = 60;
 /**
  * A table that sorts by its headings and adds rows as they are scrolled to.
  *
- * `columns`: {name, title, left, wide, value(row) for sorting, show(row) for display}. The first heading
+ * `columns`: {name, title, left, wide, narrow, value(row) for sorting, show(row) for display}. The first heading
  * pressed sorts numbers from large to small and text from a on; pressed again, the other way round.
  */
 function table(columns, rows, { caption, sort = null, empty = "Nothing to show." } = {}) {
@@ -40,7 +40,7 @@ function table(columns, rows, { caption, sort = null, empty = "Nothing to show."
     const next = state.ordered.slice(state.shown, state.shown + AT_ONCE);
     state.shown += next.length;
     body.append(...next.map((row) => el("tr", {}, ...columns.map((column) => {
-      const kind = [column.left ? "left" : "", column.wide ? "wide" : ""].join(" ").trim();
+      const kind = ["left", "wide", "narrow"].filter((name) => column[name]).join(" ");
       return el("td", { class: kind || null }, column.show(row));
     }))));
     const left = state.ordered.length - state.shown;
