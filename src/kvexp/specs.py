@@ -12,6 +12,7 @@ from typing import Any, Literal
 from kvexp.errors import UserError
 
 TRAINERS = ("lightning.Trainer", "lightning.pytorch.Trainer")
+OWN_TRAINER_KEYS = ("silence_s",)  # the others are arguments of lightning.Trainer
 ANY_MODEL = "hf"
 
 
@@ -60,6 +61,16 @@ def refuse_partial(trainer: Mapping[str, Any]) -> None:
                 f"trainer.{key}={value} would learn from a part of the traces and keep it as whole: leave it"
                 " out, and lower calibration.n for a short run"
             )
+
+
+def check_silence(trainer: Mapping[str, Any]) -> None:
+    """Raise UserError unless a trainer's `silence_s`, where it is written, is a number of seconds."""
+    found = trainer.get("silence_s", 1)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 1 <= found < float("inf"):
+        raise UserError(
+            f"trainer.silence_s={found} is not possible: it is the seconds, at least 1, after which a process"
+            " without a sign of life is given up, such as trainer.silence_s=600"
+        )
 
 
 @dataclass(frozen=True)
