@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from kvexp.crew import line
+from kvexp.crew.crew import Member
 from kvexp.crew.line import Caller, Hub
 from kvexp.crew.wire import SILENCE, LineLost
+from kvexp.errors import UserError
 from waiting import until
 
 
@@ -190,15 +192,43 @@ def test_ranks_that_are_busy_are_not_silent(party: Any) -> None:
 
 
 def test_a_line_leaves_neither_threads_nor_sockets() -> None:
-    def threads() -> list[threading.Thread]:
-        return [one for one in threading.enumerate() if one.name.startswith("kvexp-")]
+    before = threading.enumerate()
 
-    before = threads()
+    def threads() -> list[threading.Thread]:
+        return [one for one in threading.enumerate() if one not in before]
+
     three = Party(3, 0.5)
     ends = [*(inbox.end for inbox in three.hub._inboxes.values()), *(caller._end for caller in three.callers)]
-    assert len(threads()) == len(before) + 7  # a pulse each, and one that reads for each end of the two lines
+    assert len(threads()) == 7  # a pulse each, and one that reads for each end of the two lines
     three.hub.close()
     for caller in three.callers:
         caller.close()
-    until(lambda: threads() == before)
+    until(lambda: not threads())
     assert [end._connection.fileno() for end in ends] == [-1] * 4 and three.hub._server.fileno() == -1
+
+
+def test_who_fails_waits_until_the_first_has_noted_it() -> None:
+    """Else a launcher ends the first, because another has ended, before the reason is written."""
+    noted: list[float] = []
+
+    def note(*what: Any) -> None:
+        time.sleep(0.3)
+        noted.append(time.monotonic())
+
+    hub = Hub(2, note)
+    port, token = hub.address
+    made: list[Member] = []
+    joining = threading.Thread(target=lambda: made.append(Member(1, 2, SILENCE, "127.0.0.1", port, token)))
+    joining.start()
+    hub.wait()
+    joining.join()
+
+    def first() -> None:
+        until(lambda: noted, 10)
+        hub.close()
+
+    threading.Thread(target=first).start()
+    with pytest.raises(UserError, match="no such model"), made[0].watched():
+        raise UserError("no such model")
+    assert noted and time.monotonic() >= noted[0]
+    made[0].line.close()

@@ -36,6 +36,11 @@ class Crew:
         """Whether this is the process that writes the record, and all else that stands in one file."""
         return self.rank == 0
 
+    @property
+    def processes(self) -> int:
+        """How many processes work together."""
+        return self.world
+
     def share(self, count: int) -> range:
         """Return which of `count` equal pieces of work are this rank's."""
         return range(self.rank, count, self.world)
@@ -166,10 +171,15 @@ class Member(Crew):
             user = isinstance(error, UserError)
             self._done = True  # the log gets the whole of it
             self.line.bye(first if user else f"{type(error).__name__}: {first}", user)
+            self.line.ended(2 * GRACE)  # a launcher ends rank 0 with this one, and it has a record to write
             raise
+
+    def leave(self) -> None:
+        """Say that this rank has done its part."""
+        self._done = True
+        self.line.bye()
 
     def done(self) -> None:
         """End: rank 0 goes on alone."""
-        self._done = True
-        self.line.bye()
+        self.leave()
         raise SystemExit(0)

@@ -123,6 +123,10 @@ class Caller:
         with contextlib.suppress(LineLost):
             self._end.send({"bye": reason, "user": user})
 
+    def ended(self, seconds: float) -> bool:
+        """Wait until rank 0 has hung up, so long at most, and return whether it has."""
+        return self._inbox.ended(seconds)
+
     def close(self) -> None:
         """Hang up."""
         self._pulse.stop()

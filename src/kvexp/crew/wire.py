@@ -127,13 +127,13 @@ class End:
 
 
 class Inbox:
-    """Messages from one end, in order; the thread that reads them tells of its end, and closes it."""
+    """Messages from one end, in order; the thread that reads them tells why they end, and closes the line."""
 
-    def __init__(self, end: End, ended: Callable[[str, bool], None]) -> None:
-        self.end, self._ended = end, ended
+    def __init__(self, end: End, tell: Callable[[str, bool], None]) -> None:
+        self.end, self._tell = end, tell
         self._messages: list[dict[str, Any]] = []
         self._news = threading.Condition()
-        self._over = False
+        self._over, self._down = False, threading.Event()
         threading.Thread(target=self._read, daemon=True, name="kvexp-line").start()
 
     def take(self) -> dict[str, Any]:
@@ -145,27 +145,37 @@ class Inbox:
                 raise LineLost("the line has ended")
             return self._messages.pop(0)
 
+    def ended(self, seconds: float) -> bool:
+        """Wait until the other end has hung up, so long at most, and return whether it has."""
+        return self._down.wait(seconds)
+
     def _read(self) -> None:
         try:
-            reason, users = self._listen()
+            while (message := self.end.receive()) is not None:
+                if "bye" in message:
+                    self._last(message["bye"], bool(message.get("user")))
+                else:
+                    self._add(message)
+            self._last(ENDED, False)
         except Silent as error:
-            reason, users = str(error), False
+            self._last(str(error), False)
         self.end.close()
+        self._down.set()
+
+    def _add(self, message: dict[str, Any]) -> None:
+        with self._news:
+            self._messages.append(message)
+            self._news.notify_all()
+
+    def _last(self, reason: str | None, users: bool) -> None:
+        """Tell why no message comes any more, unless the other has done its part; what follows is no news."""
+        if self._over:
+            return
         if reason is not None:
-            self._ended(reason, users)
+            self._tell(reason, users)
         with self._news:
             self._over = True
             self._news.notify_all()
-
-    def _listen(self) -> tuple[str | None, bool]:
-        """Take in what comes, and return why it ended: None for a process that has done its part."""
-        while (message := self.end.receive()) is not None:
-            if "bye" in message:
-                return message["bye"], bool(message.get("user"))
-            with self._news:
-                self._messages.append(message)
-                self._news.notify_all()
-        return ENDED, False
 
 
 class Pulse:
