@@ -14,11 +14,13 @@ from kvexp.errors import UserError
 
 SLURM = {"tasks_per_node": 1, "nodes": 1, "timeout_min": 60, "signal_delay_s": 120}
 
+WHOLE = SimpleNamespace(tp_plan=None)
+
 
 def check(trainer: dict[str, Any], launcher: str = "SlurmLauncher", **node: Any) -> None:
     written = {"_target_": f"a.module.{launcher}", **SLURM, **node}
     config = OmegaConf.create({"trainer": trainer, "hydra": {"launcher": written}})
-    settings: Any = SimpleNamespace(trainer=trainer)
+    settings: Any = SimpleNamespace(trainer=trainer, model=WHOLE)
     check_launcher(settings, config.hydra)
 
 
@@ -49,11 +51,11 @@ def test_a_job_lasts_longer_than_its_warning(minutes: int, delay: int, enough: i
 
 
 def test_a_task_without_work_is_refused() -> None:
-    alone: Any = SimpleNamespace(trainer={"devices": 1})
+    alone: Any = SimpleNamespace(trainer={"devices": 1}, model=WHOLE)
     check_rank(alone, 0)
     with pytest.raises(UserError, match="this is task 3 of a Slurm step"):
         check_rank(alone, 3)
-    shared: Any = SimpleNamespace(trainer={"devices": 4})
+    shared: Any = SimpleNamespace(trainer={"devices": 4}, model=WHOLE)
     check_rank(shared, 3)
 
 

@@ -199,6 +199,16 @@ def test_the_automatic_logger(environment: dict[str, str], name: str) -> None:
     assert LoggerSpec("csv").resolved(environment) == "csv"
 
 
+def test_how_long_a_process_may_be_silent() -> None:
+    """It is no argument of Lightning's trainer, and no part of the cell."""
+    patient = one("trainer=ddp", "trainer.accelerator=cpu", "trainer.silence_s=2.5")
+    assert patient.trainer["silence_s"] == 2.5 and patient.cell == default_cell()
+    assert one("trainer=ddp").trainer["silence_s"] == 600
+    for wrong in ("0", "true", "null", "soon", ".inf", "-1"):
+        with pytest.raises(UserError, match=r"^trainer\.silence_s=\S+ is not possible: it is the seconds"):
+            one("trainer=ddp", f"trainer.silence_s={wrong}")
+
+
 def test_a_trainer_is_made_in_one_place(tmp_path: Path) -> None:
     settings = one("+trainer.max_epochs=3")
     trainer = instantiate.trainer(

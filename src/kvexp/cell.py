@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CELL_DIGITS = 10
 # What a model is called here, where it runs, and what its configuration says anyway.
-_ELSEWHERE = ("name", "device", "device_map", "full_attention")
+_ELSEWHERE = ("name", "device", "device_map", "tp_plan", "full_attention")
 
 
 def canonical(value: object) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from kvexp import advice, check
 from kvexp.errors import UserError
+from kvexp.specs import NOT_STARTED
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -29,6 +31,11 @@ def check_launcher(settings: Settings, hydra: DictConfig) -> None:
     Raises:
         UserError: ranks that nobody would start, or a job that is over before it is warned.
     """
+    if settings.model.tp_plan is not None:
+        raise UserError(
+            "a grid cannot run with model.tp_plan=auto, whose processes torchrun starts for one cell: run its"
+            " cells one by one"
+        )
     devices, nodes = settings.trainer.get("devices", 1), settings.trainer.get("num_nodes", 1)
     from omegaconf import OmegaConf
 
@@ -73,8 +80,27 @@ def check_rank(settings: Settings, rank: int) -> None:
         UserError: such as for agents that `srun -n 4` starts, each with a rank of its own.
     """
     devices, nodes = settings.trainer.get("devices", 1), settings.trainer.get("num_nodes", 1)
+    if settings.model.tp_plan is not None:
+        return  # every one holds its part of the model
     if rank > 0 and (str(devices), str(nodes)) == ("1", "1"):
         raise UserError(
             f"this is task {rank} of a Slurm step (SLURM_PROCID), and trainer.devices=1 has work for one:"
             " start one task, take trainer=ddp, or unset SLURM_PROCID in each"
         )
+
+
+def check_slices(settings: Settings) -> None:
+    """Refuse a model that is to be divided among processes that nobody has started, or that have other work.
+
+    Raises:
+        UserError: no launcher, or a trainer that gives each process the whole model.
+    """
+    devices, nodes = settings.trainer.get("devices", 1), settings.trainer.get("num_nodes", 1)
+    if (str(devices), str(nodes)) != ("1", "1"):
+        raise UserError(
+            f"model.tp_plan=auto divides a model among processes, and trainer.devices={check.show(devices)}"
+            " gives each of them the whole: take trainer=gpu or trainer=cpu, or leave tp_plan out"
+        )
+    started = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")]
+    if not all(started) or started[2] == "1":
+        raise UserError(NOT_STARTED)

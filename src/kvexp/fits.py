@@ -40,6 +40,17 @@ def refuse_unfit(
             f" task={choices['task']} is one unit in its own place, so that nothing would be wrong with it:"
             " take task=locomo or ama_bench with task.k=10, state_change, or a label task such as intents"
         )
+    if model.tp_plan is not None and not (method.by_head and not method.needs_calibration):
+        raise UserError(
+            f"method={choices['method']} chooses by all heads together, or learns from them, and with"
+            " model.tp_plan=auto a process holds some of them: take full, truncate, streaming_llm, knorm,"
+            " snapkv, pyramidkv, h2o or rkv, or model.device_map=auto"
+        )
+    if model.tp_plan is not None and task.kind not in ("labels", "questions"):
+        raise UserError(
+            f"task={choices['task']} cannot run with model.tp_plan=auto: take a task of labels or questions,"
+            " or model.device_map=auto"
+        )
     if task.kind == "lm_eval" and method.id != "full":
         raise UserError(
             f"method={choices['method']} cannot serve task={choices['task']}, whose prompts have no context"

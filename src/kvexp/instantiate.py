@@ -17,6 +17,7 @@ from kvexp import check
 from kvexp.advice import no_choice
 from kvexp.compose import conf_dir
 from kvexp.errors import UserError
+from kvexp.specs import OWN_TRAINER_KEYS
 
 _BASES = {
     "method": "kvexp.methods.base.Method",
@@ -90,6 +91,8 @@ def target(group: str, choice: str, node: Mapping[str, Any]) -> Any:
 def trainer(node: Mapping[str, Any], **extra: Any) -> Any:
     """Return the `lightning.Trainer` of a trainer configuration; `extra` are arguments set in code.
 
+    The keys that are the project's own (`kvexp.specs.OWN_TRAINER_KEYS`) are not handed on.
+
     Raises:
         UserError: Lightning refuses an argument; the sentence is Lightning's.
     """
@@ -97,7 +100,8 @@ def trainer(node: Mapping[str, Any], **extra: Any) -> Any:
     from hydra.utils import instantiate
 
     try:
-        return instantiate(dict(node), **extra, _convert_="all")
+        given = {key: value for key, value in node.items() if key not in OWN_TRAINER_KEYS}
+        return instantiate(given, **extra, _convert_="all")
     except InstantiationException as error:
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise UserError(f"the trainer cannot be made: {reason}") from error

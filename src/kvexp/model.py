@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvexp import checksum, converted, embedded, tiny
-from kvexp.attention import families
+from kvexp.attention import families, sliced
 from kvexp.errors import UserError, suggest
 
 if TYPE_CHECKING:
@@ -80,11 +80,16 @@ def load(spec: Any, *, needs_full_layer: bool = False) -> LoadedModel:
         where, gguf, revision = str(converted.folder()), None, None
     else:
         (where, gguf), revision = locate(str(spec.id)), getattr(spec, "revision", None)
+    divided = getattr(spec, "tp_plan", None) is not None
+    if divided:
+        sliced.require_processes(gguf)
     with _explained(spec, where):
         config = _config(where, gguf, revision)
         families.of(config)
         if needs_full_layer:
             families.require_full_layer(config)
+        if divided:
+            sliced.require_sliceable(config.get_text_config(), sliced.world())
         tokenizer = _tokenizer(where, gguf, revision)
         _require_exact(tokenizer, spec.name)
         model = _weights(spec, where, gguf, revision, device)
@@ -219,12 +224,16 @@ def _weights(spec: Any, where: str, gguf: str | None, revision: str | None, devi
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": False}
     options |= {"gguf_file": gguf} if gguf else {"use_safetensors": True}
     options["dtype"] = load_dtype(spec, device, "auto")
-    device_map = getattr(spec, "device_map", None)
+    device_map, tp_plan = getattr(spec, "device_map", None), getattr(spec, "tp_plan", None)
     if device_map is not None:
         options["device_map"] = device_map
+    if tp_plan is not None:
+        from transformers.distributed import DistributedConfig
+
+        options["distributed_config"] = DistributedConfig(tp_plan=tp_plan)
     with _quiet(spec.source == "embedded"):
         model: Any = AutoModelForCausalLM.from_pretrained(where, **options)
-    return model if device_map is not None else model.to(device)
+    return model if device_map is not None or tp_plan is not None else model.to(device)
 
 
 def load_dtype(spec: Any, device: torch.device, checkpoint: str) -> Any:

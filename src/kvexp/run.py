@@ -12,11 +12,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from kvexp import instantiate, model
+from kvexp import cluster, instantiate, model
 from kvexp.attention.options import Options, set_options
 from kvexp.cell import identity
 from kvexp.crew.crew import ALONE, Crew
 from kvexp.crew.launch import Launch, crew_of
+from kvexp.crew.slices import Slices
+from kvexp.crew.wire import SILENCE
 from kvexp.errors import UserError
 from kvexp.evaluation import continuation, labels, questions, stock
 from kvexp.evaluation.memory import memory_for
@@ -24,7 +26,7 @@ from kvexp.measure.answered import Answered, check_counters
 from kvexp.measure.timing import Stopwatch
 from kvexp.notes.llm import under_test
 from kvexp.report import provenance
-from kvexp.report.folder import RunFolder
+from kvexp.report.folder import ReadFolder, RunFolder
 from kvexp.report.loggers import Guarded, Job, global_rank, make_logger
 from kvexp.report.record import build_record, read_records
 from kvexp.report.table import print_table
@@ -58,8 +60,11 @@ def run(settings: Settings) -> dict[str, Any]:
         return _recorded(settings, folder, launch, crew)
 
 
-def _launch(settings: Settings) -> Launch | None:
+def _launch(settings: Settings) -> Launch | Slices | None:
     """Return how this cell's processes come together, None where there is one; lm-eval's tasks take one."""
+    if settings.model.tp_plan is not None:
+        cluster.check_slices(settings)
+        return Slices(float(settings.trainer.get("silence_s", SILENCE)))
     if settings.task.kind == "lm_eval":
         return None
     trainer = functools.partial(instantiate.trainer, settings.trainer)
@@ -73,7 +78,7 @@ def _launch(settings: Settings) -> Launch | None:
 
 
 @contextlib.contextmanager
-def _together(launch: Launch | None, crew: Crew) -> Iterator[Crew]:
+def _together(launch: Launch | Slices | None, crew: Crew) -> Iterator[Crew]:
     """Hand out a crew that is at work: `crew`, or the processes that are started now that there is work."""
     start = contextlib.nullcontext(crew) if launch is None or crew is not ALONE else launch.joined()
     with start as ready:
@@ -91,8 +96,10 @@ def _refuse_changed(settings: Settings, record: dict[str, Any]) -> None:
         )
 
 
-def _help(settings: Settings, folder: RunFolder, launch: Launch | None) -> NoReturn:
+def _help(settings: Settings, folder: RunFolder, launch: Launch | Slices | None) -> NoReturn:
     """Do this rank's share where there is any, and end; of the run folder only a shard is written."""
+    if isinstance(launch, Slices):
+        folder = ReadFolder(folder.path)
     if launch is not None:
         with launch.joined() as crew:
             if crew.broadcast():
@@ -101,7 +108,9 @@ def _help(settings: Settings, folder: RunFolder, launch: Launch | None) -> NoRet
     raise SystemExit(0)
 
 
-def _recorded(settings: Settings, folder: RunFolder, launch: Launch | None, crew: Crew) -> dict[str, Any]:
+def _recorded(
+    settings: Settings, folder: RunFolder, launch: Launch | Slices | None, crew: Crew
+) -> dict[str, Any]:
     """Run the cell between the start and the end of its record and its logger."""
     folder.write_config(settings.config_text())
     started = provenance.start_provenance(settings.command)
@@ -157,7 +166,7 @@ def _pipe(settings: Settings, folder: RunFolder, parts: dict[str, Any], crew: Cr
         threads=torch.get_num_threads(),
         model_sha256=loaded.sha256,
         data_sha256=answered.data_sha256,
-        processes=crew.world,
+        processes=crew.processes,
         task=answered.notes,
     )
     check_counters(settings.method, settings.budget, parts["cache"])

@@ -24,6 +24,7 @@ from kvexp.specs import (
     ModelSpec,
     SamplingSpec,
     at_least,
+    check_silence,
     refuse_other_trainer,
     refuse_partial,
     slug,
@@ -159,6 +160,7 @@ def _settings(
     refuse_unfit(model, method, calibration, task, values["fidelity"], values["split"], choices)
     refuse_other_trainer(values["trainer"])
     refuse_partial(values["trainer"])
+    check_silence(values["trainer"])
     _check_values(values)
     stated = getattr(task, "context_tokens", None)  # the length of every context, up to a few tokens
     budget = Budget.parse(values["budget"], stated)  # checked also where the method ignores it

@@ -12,7 +12,12 @@ from typing import Any, Literal
 from kvexp.errors import UserError
 
 TRAINERS = ("lightning.Trainer", "lightning.pytorch.Trainer")
+OWN_TRAINER_KEYS = ("silence_s",)  # the others are arguments of lightning.Trainer
 ANY_MODEL = "hf"
+NOT_STARTED = (
+    "model.tp_plan=auto needs a process for each part of the model, and torchrun starts them: write torchrun"
+    " --nproc-per-node=2 -m kvexp ... instead of python -m kvexp ..."
+)
 
 
 def slug(name: str) -> str:
@@ -62,6 +67,16 @@ def refuse_partial(trainer: Mapping[str, Any]) -> None:
             )
 
 
+def check_silence(trainer: Mapping[str, Any]) -> None:
+    """Raise UserError unless a trainer's `silence_s`, where it is written, is a number of seconds."""
+    found = trainer.get("silence_s", 1)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 1 <= found < float("inf"):
+        raise UserError(
+            f"trainer.silence_s={found} is not possible: it is the seconds, at least 1, after which a process"
+            " without a sign of life is given up, such as trainer.silence_s=600"
+        )
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """A model and how it is loaded: plain data, no weights."""
@@ -74,6 +89,7 @@ class ModelSpec:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     device_map: str | None = None
+    tp_plan: Literal["auto"] | None = None
     attention: Literal["auto", "reference", "flash", "flex"] = "auto"
     prefill_chunk: int = 1024
     compiled: bool = False
@@ -92,6 +108,27 @@ class ModelSpec:
             )
         if self.source == "tiny" and not self.family:
             raise UserError(f"model={self.name} needs model.family=..., such as llama")
+        if self.tp_plan is not None:
+            self._check_slices()
+
+    def _check_slices(self) -> None:
+        """Raise UserError where several processes cannot hold this model together."""
+        if self.device_map is not None:
+            raise UserError(
+                "model.device_map spreads a model over the devices of one process, and model.tp_plan divides"
+                " it among several: leave one of them out"
+            )
+        if self.source != "hub" or str(self.id).endswith(".gguf"):
+            raise UserError(
+                "model.tp_plan=auto divides safetensors weights of the hub or of a folder: use model=hf with"
+                " model.id=..., or leave tp_plan out"
+            )
+        for key, usual in (("device", "auto"), ("compiled", False)):
+            if getattr(self, key) != usual:
+                raise UserError(
+                    f"model.{key}={str(getattr(self, key)).lower()} is not possible with model.tp_plan=auto:"
+                    " leave it out"
+                )
 
 
 TRACE_KEYS = ("n", "labels", "task")

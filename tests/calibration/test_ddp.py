@@ -113,6 +113,24 @@ def test_a_dead_rank_ends_the_run_with_a_reason(tmp_path: Path, after: float | N
     assert written["status"] == "failed" and written["error"].startswith("rank 1")
 
 
+@pytest.mark.torture
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads /proc")
+def test_a_stopped_rank_ends_the_run_with_a_reason(tmp_path: Path) -> None:
+    """And is not left behind."""
+    process = start(tmp_path, "limit=400", "batch_size=1", "trainer.silence_s=6")
+    other = rank_1(process)
+    until(lambda: list(tmp_path.rglob("samples.1.jsonl")))
+    os.kill(other, signal.SIGSTOP)
+    begun = time.monotonic()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1 and time.monotonic() - begun < 30, said
+    reason = f"rank 1 (process {other} on {socket.gethostname()}) is gone (no sign of life for 6 s): the same"
+    assert f"kvexp: RankLost: {reason} command goes on" in said
+    [record] = tmp_path.rglob("record.json")
+    assert json.loads(record.read_text())["error"].startswith(reason)
+    assert not Path(f"/proc/{other}").exists()
+
+
 @pytest.mark.cluster
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads /proc")
 def test_ranks_end_with_the_first(tmp_path: Path) -> None:
@@ -121,7 +139,7 @@ def test_ranks_end_with_the_first(tmp_path: Path) -> None:
     until(lambda: list(tmp_path.rglob("samples.1.jsonl")))
     process.kill()
     process.communicate(timeout=60)
-    until(lambda: not Path(f"/proc/{other}").exists(), 10)
+    until(lambda: not Path(f"/proc/{other}").exists(), 2)
 
 
 @pytest.mark.cluster

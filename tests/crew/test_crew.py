@@ -12,6 +12,7 @@ import pytest
 from kvexp import instantiate
 from kvexp.crew.crew import ALONE, SIGNAL, First, RankLost
 from kvexp.crew.launch import Launch, crew_of, many
+from kvexp.crew.wire import SILENCE
 from kvexp.errors import UserError
 
 CPU = {"_target_": "lightning.Trainer", "accelerator": "cpu"}
@@ -75,6 +76,8 @@ def test_a_launch_knows_its_world() -> None:
     assert launch(devices="auto") is None  # of a CPU: one
     two = launch(devices=2, strategy="ddp")
     assert two is not None and (two.world, two.external, two.together) == (2, False, False)
+    patient = launch(devices=2, strategy="ddp", silence_s=7)
+    assert patient is not None and (two.silence, patient.silence) == (SILENCE, 7)
     with pytest.raises(UserError, match=r"trainer\.strategy=ddp alone"):
         launch(devices=2, strategy="ddp_spawn")
 

@@ -15,7 +15,7 @@ from kvexp.cli import settings_of
 from kvexp.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-COMMAND = re.compile(r"^    (python -m kvexp.*|scripts/.*|wandb .*|pip install .*)$", re.MULTILINE)
+COMMAND = re.compile(r"^    ((?:python -m kvexp|torchrun |scripts/|wandb |pip install ).*)$", re.MULTILINE)
 PAGES = [ROOT / "docs/slurm.md", ROOT / "docs/wandb.md"]
 COMMANDS = [
     pytest.param(command, id=f"{path.stem}-{number}")
@@ -46,6 +46,9 @@ def test_commands(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         for file in (word for word in words if word.endswith(".yaml")):
             assert yaml.safe_load((ROOT / file).read_text())["command"]
         assert words[1] in ("sweep", "agent")
+    elif words[0] == "torchrun":
+        assert words[1].startswith("--nproc-per-node=") and words[2:4] == ["-m", "kvexp"]
+        composed(words[4:], command)
     elif words[0].startswith("scripts/"):
         assert (ROOT / words[0]).stat().st_mode & 0o111
     elif words[2] == "kvexp.status":

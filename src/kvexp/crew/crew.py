@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from kvexp.crew.line import Caller, Hub, LineLost
+from kvexp.crew.line import Caller, Hub
+from kvexp.crew.wire import ENDED, SILENCE, LineLost
 from kvexp.errors import UserError
 
 SIGNAL = signal.SIGURG  # nobody else's, and ignored where there is no handler
@@ -34,6 +35,11 @@ class Crew:
     def first(self) -> bool:
         """Whether this is the process that writes the record, and all else that stands in one file."""
         return self.rank == 0
+
+    @property
+    def processes(self) -> int:
+        """How many processes work together."""
+        return self.world
 
     def share(self, count: int) -> range:
         """Return which of `count` equal pieces of work are this rank's."""
@@ -67,23 +73,26 @@ ALONE = Crew()
 class First(Crew):
     """Rank 0 of several."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, silence: float = SILENCE, host: str | None = None) -> None:
+        """`host`: where the others call; None: from anywhere."""
         self.world, self.lost = world, ""
-        self.hub = Hub(world, self.report)
         self._error: type[Exception] = RankLost
         self._reported, self._seen = threading.Event(), threading.Event()
+        self._reporting = threading.Lock()
+        self._giving_up = threading.Timer(GRACE, self._give_up)
+        self._giving_up.daemon = True
+        self.hub = Hub(world, self.report, silence, host or "")
 
     def report(self, who: str, reason: str, user: bool) -> None:
-        """Note, from any thread, that a rank is gone, and stop the main process."""
-        if self._reported.is_set() or self._seen.is_set():
-            return
-        self.lost = reason if user else f"{who} is gone ({reason}): the same command goes on from here"
-        self._error = UserError if user else RankLost
-        self._reported.set()
+        """Note, from any thread, that a rank is gone, and stop the main process; the first report counts."""
+        with self._reporting:
+            if self._reported.is_set() or self._seen.is_set():
+                return
+            self.lost = reason if user else f"{who} is gone ({reason}): the same command goes on from here"
+            self._error = UserError if user else RankLost
+            self._reported.set()
+            self._giving_up.start()
         signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
-        giving_up = threading.Timer(GRACE, self._give_up)
-        giving_up.daemon = True
-        giving_up.start()
 
     def _give_up(self) -> None:
         if not self._seen.is_set():  # blocked where no signal is looked at, as in a collective on GPUs
@@ -124,19 +133,23 @@ class First(Crew):
     def close(self, well: bool = False) -> None:
         """Take leave; unless all is done `well`, ranks that are still at work end."""
         self._seen.set()
+        self._giving_up.cancel()
         self.hub.close(well)
 
 
 class Member(Crew):
     """Another rank; it ends with rank 0."""
 
-    def __init__(self, rank: int, world: int, host: str, port: int, token: str) -> None:
+    def __init__(self, rank: int, world: int, silence: float, host: str, port: int, token: str) -> None:
         self.rank, self.world, self._done = rank, world, False
-        self.line = Caller(host, port, token, rank, self._alone)
+        self.line = Caller(host, port, token, rank, self._alone, silence)
 
-    def _alone(self, *why: object) -> None:
-        if not self._done:
-            os._exit(1)  # rank 0 says why
+    def _alone(self, reason: str, user: bool) -> None:
+        if self._done:
+            return
+        if reason != ENDED:  # else rank 0 has said why
+            print(f"kvexp: rank {self.rank} ends: of rank 0 {reason}", file=sys.stderr, flush=True)
+        os._exit(1)
 
     def broadcast(self, value: Any = None) -> Any:
         """Return what rank 0 gives."""
@@ -156,11 +169,17 @@ class Member(Crew):
         except Exception as error:
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             user = isinstance(error, UserError)
+            self._done = True  # the log gets the whole of it
             self.line.bye(first if user else f"{type(error).__name__}: {first}", user)
+            self.line.ended(2 * GRACE)  # a launcher ends rank 0 with this one, and it has a record to write
             raise
+
+    def leave(self) -> None:
+        """Say that this rank has done its part."""
+        self._done = True
+        self.line.bye()
 
     def done(self) -> None:
         """End: rank 0 goes on alone."""
-        self._done = True
-        self.line.bye()
+        self.leave()
         raise SystemExit(0)

@@ -9,18 +9,19 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
+from kvexp.crew.children import PARENT, Children
 from kvexp.crew.crew import Crew, First, Member
+from kvexp.crew.wire import SILENCE
 from kvexp.errors import UserError
 from kvexp.logs import quiet_lightning, rank
 
-PARENT = "KVEXP_PARENT"  # the process id of the rank that started this one
+HERE = "127.0.0.1"
 LINE = "KVEXP_LINE"  # port and token of the line to rank 0 on this machine
 LOCAL = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
@@ -33,9 +34,12 @@ def many(trainer: Mapping[str, Any]) -> bool:
 class Launch:
     """What is known of a crew before it has come together."""
 
-    def __init__(self, make_trainer: Callable[..., Any], command: str) -> None:
-        """Ask Lightning how many processes its trainer wants; `command` starts one more of them."""
-        self.command = command
+    def __init__(self, make_trainer: Callable[..., Any], command: str, silence: float = SILENCE) -> None:
+        """Ask Lightning how many processes its trainer wants; `command` starts one more of them.
+
+        `silence`: seconds without a sign of life after which a process is given up.
+        """
+        self.command, self.silence, self._children = command, silence, Children()
         with quiet_lightning():
             self.trainer = make_trainer(
                 logger=False,
@@ -78,17 +82,23 @@ class Launch:
         Inside the block rank 0 gets RankLost when another rank ends early, and the others end with rank 0.
         """
         before = {name: os.environ.get(name) for name in LOCAL}
-        crew, well = First(self.world) if rank() == 0 else None, False
+        local = None if self.together else HERE
+        crew, well = First(self.world, self.silence, local) if rank() == 0 else None, False
         try:
             with crew.watched() if crew else nullcontext():
                 place = self._first(crew) if crew else self._member()
                 with place.watched() if place is not crew else nullcontext():
                     yield place
             well = True
+        except SystemExit as end:
+            well = not end.code
+            raise
         finally:
             if crew:
                 crew.close(well)
                 _restore(before)
+            if not (crew and well):
+                self._children.leave(well)
 
     def _first(self, crew: First) -> Crew:
         if not self.together:  # nobody is up yet: the line comes first, so that a failing start is noticed
@@ -104,17 +114,16 @@ class Launch:
         return crew
 
     def _member(self) -> Crew:
-        _end_with_parent()
         strategy: Any = self.trainer.strategy
         if LINE in os.environ:
             port, token = os.environ[LINE].split(":")
-            me = Member(rank(), self.world, "127.0.0.1", int(port), token)
+            me = Member(rank(), self.world, self.silence, HERE, int(port), token)
             self._form()
             return me
         if not self.external and not os.environ.get(PARENT):
             self._start(None)
         self._form()
-        return Member(rank(), self.world, *strategy.broadcast(None))
+        return Member(rank(), self.world, self.silence, *strategy.broadcast(None))
 
     def _form(self) -> None:
         """Form the process group; all ranks have to."""
@@ -134,36 +143,18 @@ class Launch:
             "LOCAL_RANK": "0",
             "RANK": str(node * self.devices),
         }
-        shared = {PARENT: str(os.getpid())}
-        if crew and not self.together:
-            shared[LINE] = ":".join(map(str, crew.hub.address))
-        command = [sys.executable, *shlex.split(self.command)[1:]]
+        shared = {} if crew is None or self.together else {LINE: ":".join(map(str, crew.hub.address))}
         for local in range(1, self.devices):
             number = node * self.devices + local
             own = {"LOCAL_RANK": str(local), "RANK": str(number), **shared}
-            process = subprocess.Popen(command, env=os.environ | own)
-            threading.Thread(target=_reap, args=(crew, number, process), daemon=True).start()
+            failed = partial(_report, crew, f"rank {number}") if crew else None
+            self._children.start(shlex.split(self.command)[1:], os.environ | own, failed)
 
 
-def _reap(crew: First | None, number: int, process: subprocess.Popen) -> None:
-    """Wait for a process; one that ends badly before it has a line to rank 0 is told of here."""
-    code = process.wait()
-    if crew and code:
-        time.sleep(1.0)  # the line says more, where there was one
-        crew.report(f"rank {number}", f"process {process.pid} ended with code {code}", False)
-
-
-def _end_with_parent() -> None:
-    """End with the process that started this one, also before there is a line to it."""
-    parent = os.environ.get(PARENT)
-
-    def watch() -> None:
-        while os.getppid() == int(parent or 0):
-            time.sleep(0.5)
-        os._exit(1)
-
-    if parent:
-        threading.Thread(target=watch, daemon=True, name="kvexp-parent").start()
+def _report(crew: First, who: str, process: subprocess.Popen) -> None:
+    """Tell of a process that ended badly before it had a line to rank 0."""
+    time.sleep(1.0)  # the line says more, where there was one
+    crew.report(who, f"process {process.pid} ended with code {process.returncode}", False)
 
 
 def _restore(environment: Mapping[str, str | None]) -> None:
@@ -176,7 +167,8 @@ def _restore(environment: Mapping[str, str | None]) -> None:
 
 def crew_of(trainer: Mapping[str, Any], make_trainer: Callable[..., Any], command: str) -> Launch | None:
     """Return the launch of a trainer's crew; None where one process works alone, without a launcher."""
-    launch = Launch(make_trainer, command) if many(trainer) else None
+    silence = float(trainer.get("silence_s", SILENCE))
+    launch = Launch(make_trainer, command, silence) if many(trainer) else None
     alone = launch is None or launch.world == 1
     if alone and rank() > 0:
         raise UserError(

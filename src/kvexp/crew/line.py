@@ -1,111 +1,43 @@
-"""A line from every process of a crew to the first one: small messages as JSON, and word of a death at once.
+"""A line from every process of a crew to the first one: small messages, and word of a death at once.
 
-When a process dies, whatever killed it, its kernel closes the line, and the other end knows. A machine that
-goes without closing it is noticed by TCP's keepalive. Waiting on the line has no time limit: as long as it
-stands, the other end is alive, and may be busy for hours.
+When a process dies, whatever killed it, its kernel closes the line, and the other end knows. One that is
+stopped, or whose machine goes without closing the line, falls silent, and is given up after a time. Else
+waiting on the line has no limit: the other end is alive, and may be busy for hours.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import socket
-import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a minute without a sign of life
+from kvexp.crew.wire import SILENCE, End, Inbox, LineLost, Pulse
+
 JOIN_SECONDS = 600  # processes of a crew start together
-HELLO_SECONDS = 10  # until a process that calls has said who it is
-
-
-class LineLost(ConnectionError):
-    """The other end of a line has gone."""
-
-
-class _End:
-    """One end of a connection: whole messages out and in."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in KEEPALIVE.items():
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self.connection, self._lines = connection, connection.makefile("rb")
-
-    def send(self, message: dict[str, Any]) -> None:
-        try:
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
-        except OSError as error:
-            raise LineLost("the line is down") from error
-
-    def receive(self) -> dict[str, Any] | None:
-        """Return the next message, None at the end of the line."""
-        try:
-            row = self._lines.readline()
-            message = json.loads(row) if row.endswith(b"\n") else None
-        except (OSError, ValueError):
-            return None
-        return message if isinstance(message, dict) else None
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
-        self._lines.close()
-        self.connection.close()
-
-
-class _Inbox:
-    """Messages from one end, in order; the thread that reads them tells of its end."""
-
-    def __init__(self, end: _End, ended: Callable[[str, bool], None]) -> None:
-        self.end, self._ended = end, ended
-        self._messages: list[dict[str, Any]] = []
-        self._news = threading.Condition()
-        self._over = False
-        threading.Thread(target=self._read, daemon=True, name="kvexp-line").start()
-
-    def take(self) -> dict[str, Any]:
-        """Wait for a message; LineLost when none can come any more."""
-        with self._news:
-            while not self._messages and not self._over:
-                self._news.wait()
-            if not self._messages:
-                raise LineLost("the line has ended")
-            return self._messages.pop(0)
-
-    def _read(self) -> None:
-        reason, users = "it ended without a word", False
-        while (message := self.end.receive()) is not None:
-            if "bye" in message:  # its reason, or None for a process that has done its part
-                reason, users = message["bye"], message["user"]
-                break
-            with self._news:
-                self._messages.append(message)
-                self._news.notify_all()
-        if reason is not None:
-            self._ended(reason, users)
-        with self._news:
-            self._over = True
-            self._news.notify_all()
+HELLO_SECONDS, HELLO_BYTES = 10, 2000  # for a process that calls to say who it is
 
 
 class Hub:
     """The end of rank 0: a line to each other rank.
 
-    `lost(who, reason, user)` is called, in another thread, when one ends without having done its part;
-    `user`: because of what the user wrote.
+    `lost(who, reason, user)` is called, in another thread, when one ends without having done its part, or is
+    silent for `silence` seconds; `user`: because of what the user wrote. `host`: where to be called; empty on
+    all networks of the machine.
     """
 
-    def __init__(self, world: int, lost: Callable[[str, str, bool], None]) -> None:
-        self.world, self._lost = world, lost
-        self._server = socket.create_server(("", 0))
-        self._server.settimeout(JOIN_SECONDS)
+    def __init__(
+        self, world: int, lost: Callable[[str, str, bool], None], silence: float = SILENCE, host: str = ""
+    ) -> None:
+        self.world, self._lost, self._silence = world, lost, silence
+        self._server = socket.create_server((host, 0))
         self._token = secrets.token_hex(16)
-        self._inboxes: dict[int, _Inbox] = {}
+        self._inboxes: dict[int, Inbox] = {}
+        self._pulse = Pulse(lambda: [inbox.end for inbox in list(self._inboxes.values())], silence)
 
     @property
     def address(self) -> tuple[int, str]:
@@ -114,22 +46,30 @@ class Hub:
 
     def wait(self) -> None:
         """Wait until every rank has called."""
+        end = time.monotonic() + JOIN_SECONDS
         while len(self._inboxes) < self.world - 1:
+            self._server.settimeout(max(0.01, end - time.monotonic()))
             try:
                 connection = self._server.accept()[0]
             except TimeoutError as error:
                 here = len(self._inboxes) + 1
                 raise LineLost(f"{here} of {self.world} processes came within {JOIN_SECONDS} s") from error
-            connection.settimeout(HELLO_SECONDS)
-            end = _End(connection)
-            hello = end.receive() or {}
-            if hello.get("token") != self._token:
-                end.close()
-                continue
-            connection.settimeout(None)
-            who = f"rank {hello['rank']} (process {hello['pid']} on {hello['host']})"
-            self._inboxes[int(hello["rank"])] = _Inbox(end, partial(self._lost, who))
+            self._let_in(End(connection, self._silence))
         self._server.close()
+
+    def _let_in(self, end: End) -> None:
+        """Keep a line to a rank that is missing; whoever else calls is left."""
+        try:
+            hello = end.receive(HELLO_BYTES, HELLO_SECONDS) or {}
+        except LineLost:
+            hello = {}
+        rank, token = hello.get("rank"), str(hello.get("token")).encode(errors="replace")
+        known = secrets.compare_digest(token, self._token.encode())
+        if not (known and isinstance(rank, int) and 0 < rank < self.world and rank not in self._inboxes):
+            end.close()
+            return
+        who = f"rank {rank} (process {hello.get('pid')} on {hello.get('host')})"
+        self._inboxes[rank] = Inbox(end, partial(self._lost, who))
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks in order, this one's first."""
@@ -143,23 +83,31 @@ class Hub:
 
     def close(self, well: bool = False) -> None:
         """Hang up. Where all is done `well`, the others end by themselves, else at once."""
+        self._pulse.stop()
         self._server.close()
         for inbox in self._inboxes.values():
             if well:
                 with contextlib.suppress(LineLost):
                     inbox.end.send({"bye": None, "user": False})
-            inbox.end.close()
+            inbox.end.hang_up()
 
 
 class Caller:
-    """The end of another rank; `lost` is called when rank 0 is gone."""
+    """The end of another rank; `lost(reason, user)` is called when rank 0 is gone, or silent."""
 
-    def __init__(self, host: str, port: int, token: str, rank: int, lost: Callable[..., None]) -> None:
-        connection = socket.create_connection((host, port), JOIN_SECONDS)
-        connection.settimeout(None)
-        self._end = _End(connection)
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: str,
+        rank: int,
+        lost: Callable[[str, bool], None],
+        silence: float = SILENCE,
+    ) -> None:
+        self._end = End(socket.create_connection((host, port), JOIN_SECONDS), silence)
         self._end.send({"token": token, "rank": rank, "pid": os.getpid(), "host": socket.gethostname()})
-        self._inbox = _Inbox(self._end, lost)
+        self._inbox = Inbox(self._end, lost)
+        self._pulse = Pulse(lambda: [self._end], silence)
 
     def gather(self, value: Any) -> list[Any]:
         """Hand a value to rank 0; the list is there alone."""
@@ -174,3 +122,12 @@ class Caller:
         """Say that this rank's part is done, or why it cannot be."""
         with contextlib.suppress(LineLost):
             self._end.send({"bye": reason, "user": user})
+
+    def ended(self, seconds: float) -> bool:
+        """Wait until rank 0 has hung up, so long at most, and return whether it has."""
+        return self._inbox.ended(seconds)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._pulse.stop()
+        self._end.hang_up()

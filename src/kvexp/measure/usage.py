@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvexp.attention.sliced import slices
 from kvexp.cache.kv_cache import KVCache, row_bytes
+
+OF_HEADS = ("bytes_peak", "bytes_peak_prompt", "evicted")  # what grows with the heads that a process holds
 
 
 def cache_usage(model: Any, cache: KVCache, context_tokens: int, nominal: int) -> dict[str, Any]:
@@ -16,9 +19,11 @@ def cache_usage(model: Any, cache: KVCache, context_tokens: int, nominal: int) -
     everything that it held, over all its steps, before rows leave; what was held while the prompt was read
     is told apart (`entries_peak_prompt`, `bytes_peak_prompt`). `kv_token_equivalents` is what these layers
     hold in bytes, in units of one token's rows. Sliding layers hold their window under every method.
+    Of a model that several processes hold together, each with as many heads, it is what all of them hold.
     """
-    entries, row = cache.entries(), row_bytes(model)
+    entries, row, parts = cache.entries(), row_bytes(model), slices(model)
     window = sum(layer.nbytes() for layer in cache.layers if layer.window is not None) // cache.batch
+    window *= parts
     usage: dict[str, Any] = {
         "context_tokens": context_tokens,
         "entries_nominal": nominal,
@@ -29,8 +34,10 @@ def cache_usage(model: Any, cache: KVCache, context_tokens: int, nominal: int) -
     }
     if cache.evictor is not None:
         usage |= cache.evictor.usage()
+    usage |= {name: int(value) for name, value in cache.counters.items()}
+    usage |= {name: usage[name] * parts for name in OF_HEADS if name in usage}
     usage["kv_token_equivalents"] = round((usage["bytes_peak"] - window) / row, 1) if row else 0.0
-    return usage | {name: int(value) for name, value in cache.counters.items()}
+    return usage
 
 
 def total_usage(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -96,6 +96,7 @@ class Method:
     expects: ClassVar[
         tuple[str, ...]
     ] = ()  # counters that must be above zero when the context exceeds the budget
+    by_head: ClassVar[bool] = False  # whether what it does in a KV head depends on that head's rows alone
     taps: ClassVar[bool] = False  # whether its layers read pre-RoPE queries
 
     def memory_class(self) -> Any:

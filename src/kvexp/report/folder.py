@@ -165,3 +165,13 @@ class RunFolder:
         sync_folder(aside)
         sync_folder(self.path)
         return aside
+
+
+class ReadFolder(RunFolder):
+    """The folder of a process that does what another does that writes: it writes no sample."""
+
+    def help(self, rank: int, batches: Sequence[Sequence[str]]) -> None:
+        """Append nowhere."""
+
+    def append(self, batch: Sequence[Mapping[str, Any]]) -> None:
+        """Leave the samples to the other process."""

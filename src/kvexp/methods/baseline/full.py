@@ -14,4 +14,5 @@ class Full(Method):
 
     id: ClassVar[str] = "full"
     family: ClassVar[str] = "baseline"
+    by_head: ClassVar[bool] = True
     uses_budget: ClassVar[bool] = False

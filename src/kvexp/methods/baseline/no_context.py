@@ -19,6 +19,7 @@ class NoContext(Method):
 
     id: ClassVar[str] = "no_context"
     family: ClassVar[str] = "baseline"
+    by_head: ClassVar[bool] = True
     uses_budget: ClassVar[bool] = False
 
     def select(self, context: Context | Sequence[int], budget: Budget | int | str | None) -> Sequence[int]:

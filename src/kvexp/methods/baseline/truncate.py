@@ -22,6 +22,7 @@ class Truncate(Method):
 
     id: ClassVar[str] = "truncate"
     family: ClassVar[str] = "baseline"
+    by_head: ClassVar[bool] = True
 
     keep: Literal["tail", "head"] = "tail"
 

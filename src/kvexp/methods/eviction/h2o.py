@@ -34,6 +34,7 @@ class H2O(EvictionMethod):
     """
 
     id: ClassVar[str] = "h2o"
+    by_head: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models"
     )

@@ -27,6 +27,7 @@ class Knorm(EvictionMethod):
     """
 
     id: ClassVar[str] = "knorm"
+    by_head: ClassVar[bool] = True
     paper: ClassVar[str] = "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression"
     year: ClassVar[str] = "2024"
     reads: ClassVar[tuple[str, ...]] = ("keys",)

@@ -28,6 +28,7 @@ class PyramidKV(SnapKV):
     """
 
     id: ClassVar[str] = "pyramidkv"
+    by_head: ClassVar[bool] = True
     paper: ClassVar[str] = "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling"
     year: ClassVar[str] = "2024"
     unit: ClassVar[str] = "KV head, layer budgets"

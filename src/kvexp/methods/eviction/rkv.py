@@ -35,6 +35,7 @@ class RKV(SnapKV):
     """
 
     id: ClassVar[str] = "rkv"
+    by_head: ClassVar[bool] = True
     paper: ClassVar[str] = "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models"
     year: ClassVar[str] = "2025"
     reads: ClassVar[tuple[str, ...]] = ("window queries", "keys")

@@ -44,6 +44,7 @@ class SnapKV(EvictionMethod):
     """
 
     id: ClassVar[str] = "snapkv"
+    by_head: ClassVar[bool] = True
     paper: ClassVar[str] = "SnapKV: LLM Knows What You are Looking for Before Generation"
     year: ClassVar[str] = "2024"
     reads: ClassVar[tuple[str, ...]] = ("window queries",)

@@ -33,6 +33,7 @@ class StreamingLLM(EvictionMethod):
     """
 
     id: ClassVar[str] = "streaming_llm"
+    by_head: ClassVar[bool] = True
     paper: ClassVar[str] = "Efficient Streaming Language Models with Attention Sinks"
     year: ClassVar[str] = "2023"
     reads: ClassVar[tuple[str, ...]] = ("positions",)
