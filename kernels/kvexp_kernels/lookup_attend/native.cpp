@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <type_traits>
 #include <vector>
 #if defined(__F16C__) || defined(__AVX512F__)
 #include <immintrin.h>
@@ -21,6 +22,7 @@ typedef float H __attribute__((vector_size(32)));
 typedef float Q __attribute__((vector_size(16)));
 typedef _Float16 Half;
 constexpr int64_t LANES = 16;
+constexpr int64_t AHEAD = 4096;  // bytes that are asked for before they are read
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
 inline V load(const float* p) { return *reinterpret_cast<const V*>(p); }
@@ -44,6 +46,11 @@ inline float sum(V v) {
         __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
   Q q = __builtin_shufflevector(h, h, 0, 1, 2, 3) + __builtin_shufflevector(h, h, 4, 5, 6, 7);
   return (q[0] + q[2]) + (q[1] + q[3]);
+}
+
+// Ask for a row that is read soon: what the processor foresees ends with a page, and with a cell.
+inline void ahead(const void* row, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(row) + i);
 }
 
 // Dot products of a row with N queries that lie one behind the other; D: the width, 0 where it is not constant.
@@ -97,12 +104,23 @@ struct Step {
 
 namespace {
 
+// Call `work(first, some)` for all of `count` queries, four, three or one of them at a time.
+template <typename Work>
+inline void by_some(int64_t count, Work work) {
+  for (int64_t n = 0; n < count;) {
+    if (count - n >= 4) work(n, std::integral_constant<int, 4>()), n += 4;
+    else if (count - n == 3) work(n, std::integral_constant<int, 3>()), n += 3;
+    else work(n, std::integral_constant<int, 1>()), n += 1;
+  }
+}
+
 template <int D, int N>
 void flat(const float* keys, int64_t held, const float* x, int64_t width, int64_t* index) {
   float best[N], score[N];
   std::fill(best, best + N, LOWEST);
   std::fill(index, index + N, 0);
   for (int64_t row = 0; row < held; row++) {
+    ahead(keys + row * width + AHEAD / 4, width * 4);
     dots<D, N>(keys + row * width, x, width, score);
     for (int n = 0; n < N; n++)
       if (score[n] > best[n]) best[n] = score[n], index[n] = row;
@@ -114,41 +132,52 @@ void all_flat(const Memory& m, Step& s) {
   const int64_t count = s.batch * m.samples;
   for (int64_t book = 0; book < m.books; book++) {
     const float* keys = m.keys + book * m.held * m.width;
-    for (int64_t n = 0; n < count;) {
-      const float* x = s.x + (book * count + n) * m.width;
-      int64_t* index = s.index + book * count + n;
-      if (count - n >= 4) flat<D, 4>(keys, m.held, x, m.width, index), n += 4;
-      else if (count - n == 3) flat<D, 3>(keys, m.held, x, m.width, index), n += 3;
-      else flat<D, 1>(keys, m.held, x, m.width, index), n += 1;
-    }
+    by_some(count, [&](int64_t n, auto some) {
+      const int64_t at = book * count + n;
+      flat<D, some.value>(keys, m.held, s.x + at * m.width, m.width, s.index + at);
+    });
   }
   s.scored = m.books * count * m.held;
 }
 
-// The cells of one codebook, and room for the scores of one query.
+// The cells of one codebook, and room for the scores of its samples.
 struct Cells {
   const float* centres;
   const void* const* keys;
   const int64_t* const* entries;
   const int64_t* sizes;
   int64_t count;
-  std::vector<float> near, ranked, scores;
+  std::vector<float> near, best, scores;  // [n, M], the best of them, and those of keys
   std::vector<int64_t> chosen;
 };
 
-// The `probe` cells whose centres are nearest to a query, in order of their number.
-template <int D>
-void choose(const Memory& m, Cells& c, const float* x) {
-  for (int64_t cell = 0; cell < c.count; cell++)
-    dots<D, 1>(c.centres + cell * m.width, x, m.width, &c.near[cell]);
-  const int64_t probe = std::min(m.probe, c.count);
-  std::copy_n(c.near.begin(), c.count, c.ranked.begin());
-  const auto last = c.ranked.begin() + probe - 1;
-  std::nth_element(c.ranked.begin(), last, c.ranked.begin() + c.count, std::greater<float>());
-  int64_t equal = probe - std::count_if(c.ranked.begin(), last, [&](float near) { return near > *last; });
+// Products of N samples with all centres.
+template <int D, int N>
+void score_cells(const Cells& c, const float* x, int64_t width, float* near) {
+  float score[N];
+  for (int64_t cell = 0; cell < c.count; cell++) {
+    dots<D, N>(c.centres + cell * width, x, width, score);
+    for (int n = 0; n < N; n++) near[n * c.count + cell] = score[n];
+  }
+}
+
+// The `probe` cells of a sample whose centres are nearest, in order of their number.
+void choose(const Memory& m, Cells& c, const float* near) {
+  const size_t probe = std::min(m.probe, c.count);
+  const std::greater<float> lower;
+  c.best.assign(near, near + probe);
+  std::make_heap(c.best.begin(), c.best.end(), lower);
+  for (int64_t cell = probe; cell < c.count; cell++) {
+    if (near[cell] <= c.best.front()) continue;
+    std::pop_heap(c.best.begin(), c.best.end(), lower);
+    c.best.back() = near[cell];
+    std::push_heap(c.best.begin(), c.best.end(), lower);
+  }
+  const float least = c.best.front();
+  int64_t equal = std::count(c.best.begin(), c.best.end(), least);
   c.chosen.clear();
   for (int64_t cell = 0; cell < c.count; cell++)
-    if (c.near[cell] > *last || (c.near[cell] == *last && equal-- > 0)) c.chosen.push_back(cell);
+    if (near[cell] > least || (near[cell] == least && equal-- > 0)) c.chosen.push_back(cell);
 }
 
 // The best entry of the chosen cells. Half precision moves a product by no more than `doubt`; what it leaves
@@ -163,10 +192,20 @@ int64_t best_of(const Memory& m, Cells& c, int64_t book, const float* x, int64_t
     doubt = std::sqrt(doubt) * 0.0011f;  // twice 2^-11, and what sums are rounded by
   }
   c.scores.clear();
+  size_t next = 0;  // the cell, and its row, that is asked for
+  int64_t line = 0;
+  const auto ask = [&] {
+    if (next == c.chosen.size()) return;
+    const int64_t cell = c.chosen[next];
+    ahead(static_cast<const T*>(c.keys[cell]) + line * m.width, m.width * sizeof(T));
+    if (++line == c.sizes[cell]) line = 0, next++;
+  };
+  for (int64_t bytes = 0; bytes < AHEAD; bytes += m.width * sizeof(T)) ask();
   for (const int64_t cell : c.chosen) {
     const T* rows = static_cast<const T*>(c.keys[cell]);
     for (int64_t row = 0; row < c.sizes[cell]; row++) {
       float score;
+      ask();
       dots<D, 1>(rows + row * m.width, x, m.width, &score);
       c.scores.push_back(score);
       best = std::max(best, score);
@@ -194,11 +233,15 @@ void all_in_cells(const Memory& m, Step& s) {
   for (int64_t book = 0, at = 0; book < m.books; at += m.cells[book++]) {
     c.centres = m.centres[book], c.count = m.cells[book];
     c.keys = m.cell_keys + at, c.entries = m.cell_entries + at, c.sizes = m.cell_sizes + at;
-    c.near.resize(c.count), c.ranked.resize(c.count);
-    for (int64_t n = book * count; n < (book + 1) * count; n++) {
-      const float* x = s.x + n * m.width;
-      choose<D>(m, c, x);
-      s.index[n] = m.half ? best_of<D, Half>(m, c, book, x, s.scored) : best_of<D, float>(m, c, book, x, s.scored);
+    c.near.resize(count * c.count);
+    const float* x = s.x + book * count * m.width;
+    by_some(count, [&](int64_t n, auto some) {
+      score_cells<D, some.value>(c, x + n * m.width, m.width, &c.near[n * c.count]);
+    });
+    for (int64_t n = 0; n < count; n++) {
+      choose(m, c, &c.near[n * c.count]);
+      const auto best = m.half ? best_of<D, Half> : best_of<D, float>;
+      s.index[book * count + n] = best(m, c, book, x + n * m.width, s.scored);
     }
   }
 }
@@ -211,6 +254,7 @@ void group(const Memory& m, const Step& s, const float* query, const float* key,
   const int64_t dv = m.value_width;
   std::fill(top, top + N, LOWEST);
   for (int64_t row = 0; row < s.rows; row++) {
+    ahead(key + row * s.key_row + AHEAD / 4, s.query_width * 4);
     dots<D, N>(key + row * s.key_row, query, s.query_width, score);
     for (int n = 0; n < N; n++) {
       weight[n * s.rows + row] = score[n] *= s.scale;
@@ -251,14 +295,11 @@ void attend(const Memory& m, const Step& s) {
     for (int64_t kv = 0; kv < s.kv_heads; kv++) {
       const float *key = s.key + b * s.key_batch + kv * s.key_head,
                   *value = s.value + b * s.value_batch + kv * s.value_head;
-      for (int64_t member = 0; member < members;) {
-        const int64_t at = b * s.query_heads + kv * members + member, left = members - member;
-        const float* query = s.query + at * s.query_width;
-        float *out = s.out + at * m.value_width, *lse = s.lse + at;
-        if (left >= 4) group<D, 4>(m, s, query, key, value, weight.data(), out, lse), member += 4;
-        else if (left == 3) group<D, 3>(m, s, query, key, value, weight.data(), out, lse), member += 3;
-        else group<D, 1>(m, s, query, key, value, weight.data(), out, lse), member += 1;
-      }
+      by_some(members, [&](int64_t member, auto some) {
+        const int64_t at = b * s.query_heads + kv * members + member;
+        group<D, some.value>(m, s, s.query + at * s.query_width, key, value, weight.data(),
+                             s.out + at * m.value_width, s.lse + at);
+      });
     }
 }
 
@@ -301,6 +342,8 @@ void lookup(const Memory* m, Step* s) {
 }
 
 void lookup_attend(const Memory* m, Step* s) {
+  std::vector<int64_t> index(m->books * s->batch * m->samples);
+  s->index = index.data();
   lookup(m, s);
   switch (s->query_width) {
     case 64: attend<64>(*m, *s); break;

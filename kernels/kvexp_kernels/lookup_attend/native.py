@@ -85,16 +85,15 @@ class NativeStep:
 
     def takes_samples(self, x: Tensor) -> bool:
         """Whether `lookup` has a say on samples x [C, B n, d]: it works on one thread, for a few of them."""
-        few = x.shape[1] <= MOST and x.shape[1] % self.samples == 0
-        fits = few and x.dtype == torch.float32 and x.device.type == "cpu"
+        count = x.shape[1]
+        fits = x.dtype == torch.float32 and x.is_cpu and count <= MOST and count % self.samples == 0
         return fits and (self._in_cells or torch.get_num_threads() < THREADS)
 
     def takes(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Whether `lookup_attend` has a say: so for local rows too, and where no gradient is asked for."""
-        given = (query, key, value)
-        if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in given):
+        if not (query.is_cpu and query.dtype == key.dtype == value.dtype == torch.float32):
             return False
-        if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
             return False
         fits = key.shape[0] == value.shape[0] == len(query) and key.shape[2] <= MOST_ROWS
         return fits and key.stride(3) == value.stride(3) == 1 and self.takes_samples(x)
@@ -109,19 +108,18 @@ class NativeStep:
 
     def lookup_attend(
         self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Return (a, s, index) as the reference does, and how many keys were scored."""
+    ) -> tuple[Tensor, Tensor, int]:
+        """Return (a, s) as the reference does, and how many keys were scored."""
         x, query = x.contiguous(), query.contiguous()
         batch, heads, width = query.shape
         a, s = query.new_empty(batch, heads, self.value_width), query.new_empty(batch, heads)
-        index = torch.empty(x.shape[:2], dtype=torch.int64)
         step = _Step(
             x.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(),
             batch, heads, *key.shape[1:3], width, *key.stride()[:3], *value.stride()[:3],
-            scale, a.data_ptr(), s.data_ptr(), index.data_ptr(),
+            scale, a.data_ptr(), s.data_ptr(),
         )  # fmt: skip
         self._lookup_attend(self._address, ctypes.byref(step))
-        return a, s, index, step.scored
+        return a, s, step.scored
 
 
 def native_step(entries: Entries, head_of: Tensor, lists: CellLists | None = None) -> NativeStep | None:

@@ -85,6 +85,9 @@ class LayerLookup:
         self.native = self._native()
         plain = memory.residual is None and memory.slope is None and not method.recall
         self.steps = plain and self.native is not None
+        grouping = memory.grouping  # a token's heads are its samples as they lie, but for `shared`
+        shape = grouping.codebooks, grouping.samples, memory.keys.shape[2]
+        self._in_order = None if grouping.shared or memory.whiten is not None else shape
 
     def _native(self) -> NativeStep | None:
         """Lookups of few queries, and whole steps of decoding, where they need not be torch's."""
@@ -149,10 +152,13 @@ class LayerLookup:
         Key-space queries x and query [B, Hq, D], local rows [B, Hkv, S, D] and [B, Hkv, S, Dv], all visible;
         (a [B, Hq, Dv], s [B, Hq]) as `find` and a merge give them.
         """
-        samples = self._samples(x).flatten(-2)
+        if len(x) == 1 and self._in_order:
+            samples = x.reshape(self._in_order)
+        else:
+            samples = self._samples(x).flatten(-2)
         if not self.steps or self.native is None or not self.native.takes(samples, query, key, value):
             return None
-        a, s, _, scored = self.native.lookup_attend(samples, query, key, value, scale)
+        a, s, scored = self.native.lookup_attend(samples, query, key, value, scale)
         if self.index is not None:
             self._count_scored(samples, scored)
         return a, s
