@@ -166,6 +166,8 @@ def test_steps_of_decoding_are_the_same_without_the_twin_in_cpp(prepared, monkey
     monkeypatch.setattr("kvexp.methods.memory.lookup.native_step", lambda *given: None)
     plain = made.cache(method)
     torch.testing.assert_close(found, logits(plain), rtol=0, atol=1e-4)
+    scored = ours.counters.pop("keys_scored", 0), plain.counters.pop("keys_scored", 0)
     assert ours.counters == plain.counters
+    assert scored[0] <= scored[1], "cells that cannot hold the best key are not searched"
     fused = "residual" not in knobs and not (lookup == "flat" and "entries" in knobs)
     assert len(steps) == (2 * 3 if fused and library(SOURCE) else 0)

@@ -43,6 +43,13 @@ class CellLists:
         """Whether keys are in half precision, so that what they leave open is decided by others."""
         return self.keys[0].dtype == torch.float16
 
+    def radii(self) -> tuple[Tensor, float]:
+        """Return the least cosine of each cell's keys with its centre, and the length of the longest key."""
+        centres = [centre for book in self.centres for centre in book]
+        lengths = [k.float().norm(dim=1).clamp(min=1e-30) for k in self.keys]
+        cosines = [(k.float() @ c / n).amin() for k, c, n in zip(self.keys, centres, lengths, strict=True)]
+        return torch.stack(cosines), max(float(n.max()) for n in lengths)
+
     def tensors(self) -> list[Tensor]:
         """Every tensor held."""
         return [*self.centres, *self.keys, *self.entries]

@@ -82,11 +82,13 @@ struct Memory {
   const void* const* cell_keys;           // [n, d] float, or half where `half`
   const int64_t* const* cell_entries;     // [n], plus `base` times the number of the codebook
   const int64_t* cell_sizes;
+  const float* cell_radii;                // the cosine of its farthest key from its centre
   const float *a, *log_z;  // [C, K, h, Dv], [C, K, h]
   const int8_t* codes;     // [C, K, h, Dv] in place of a, with a_scale [C, K, h]
   const float* a_scale;
   const int64_t* head_of;  // [C, n, h]: the query head of each head of a token's n samples
   int64_t books, held, probe, samples, heads, width, value_width, half, base;
+  float longest;  // length of the longest key of a cell
 };
 
 struct Step {
@@ -146,9 +148,10 @@ struct Cells {
   const void* const* keys;
   const int64_t* const* entries;
   const int64_t* sizes;
+  const float* radii;
   int64_t count;
   std::vector<float> near, best, scores;  // [n, M], the best of them, and those of keys
-  std::vector<int64_t> chosen;
+  std::vector<int64_t> chosen, read;
 };
 
 // Products of N samples with all centres.
@@ -161,7 +164,7 @@ void score_cells(const Cells& c, const float* x, int64_t width, float* near) {
   }
 }
 
-// The `probe` cells of a sample whose centres are nearest, in order of their number.
+// The `probe` cells of a sample whose centres are nearest, and among them the nearest first.
 void choose(const Memory& m, Cells& c, const float* near) {
   const size_t probe = std::min(m.probe, c.count);
   const std::greater<float> lower;
@@ -178,30 +181,44 @@ void choose(const Memory& m, Cells& c, const float* near) {
   c.chosen.clear();
   for (int64_t cell = 0; cell < c.count; cell++)
     if (near[cell] > least || (near[cell] == least && equal-- > 0)) c.chosen.push_back(cell);
+  if (c.chosen.empty()) c.chosen.push_back(0);  // numbers that are none
+  const auto nearer = [&](int64_t p, int64_t q) { return near[p] > near[q]; };
+  std::swap(c.chosen[0], *std::min_element(c.chosen.begin(), c.chosen.end(), nearer));
 }
 
-// The best entry of the chosen cells. Half precision moves a product by no more than `doubt`; what it leaves
-// open is decided by the keys themselves.
+// No key of a cell has a larger cosine: the cell's angle from the query less its radius.
+inline float bound(float near, float radius) {
+  if (near >= radius) return 1;
+  const float squares = (1 - near * near) * (1 - radius * radius);
+  return near * radius + std::sqrt(std::max(squares, 0.0f));
+}
+
+// The best entry of the chosen cells, of which those are left out that cannot hold it. Half precision moves a
+// product by no more than `doubt`; what it leaves open is decided by the keys themselves.
 template <int D, typename T>
-int64_t best_of(const Memory& m, Cells& c, int64_t book, const float* x, int64_t& scored) {
-  const int64_t first = m.base * book;
-  const float* keys = m.keys + book * m.held * m.width;
-  float best = LOWEST, doubt = 0;
-  if (m.half) {
-    dots<D, 1>(x, x, m.width, &doubt);
-    doubt = std::sqrt(doubt) * 0.0011f;  // twice 2^-11, and what sums are rounded by
-  }
-  c.scores.clear();
+int64_t best_of(const Memory& m, Cells& c, int64_t book, const float* x, const float* near, int64_t& scored) {
+  float length;
+  dots<D, 1>(x, x, m.width, &length);
+  length = std::sqrt(length);
+  const float doubt = m.half ? length * m.longest * 0.0011f : 0;  // twice 2^-11, and what sums are rounded by
+  float best = LOWEST;
   size_t next = 0;  // the cell, and its row, that is asked for
   int64_t line = 0;
+  const auto out = [&](int64_t cell) {  // 0.001: what all of this is rounded by
+    return length * (m.longest * bound(near[cell] / length, c.radii[cell]) + 0.001f) < best - doubt;
+  };
   const auto ask = [&] {
+    while (line == 0 && next < c.chosen.size() && out(c.chosen[next])) next++;
     if (next == c.chosen.size()) return;
     const int64_t cell = c.chosen[next];
     ahead(static_cast<const T*>(c.keys[cell]) + line * m.width, m.width * sizeof(T));
     if (++line == c.sizes[cell]) line = 0, next++;
   };
+  c.scores.clear(), c.read.clear();
   for (int64_t bytes = 0; bytes < AHEAD; bytes += m.width * sizeof(T)) ask();
   for (const int64_t cell : c.chosen) {
+    if (out(cell)) continue;
+    c.read.push_back(cell);
     const T* rows = static_cast<const T*>(c.keys[cell]);
     for (int64_t row = 0; row < c.sizes[cell]; row++) {
       float score;
@@ -212,13 +229,14 @@ int64_t best_of(const Memory& m, Cells& c, int64_t book, const float* x, int64_t
     }
   }
   scored += c.count + c.scores.size();
+  const float* keys = m.keys + book * m.held * m.width;
   float top = LOWEST;
   int64_t found = m.held, at = 0;
-  for (const int64_t cell : c.chosen)
+  for (const int64_t cell : c.read)
     for (int64_t row = 0; row < c.sizes[cell]; row++) {
       float score = c.scores[at++];
       if (score < best - doubt) continue;
-      const int64_t entry = c.entries[cell][row] - first;
+      const int64_t entry = c.entries[cell][row] - m.base * book;
       if (m.half) dots<D, 1>(keys + entry * m.width, x, m.width, &score);
       if (score > top || (score == top && entry < found)) top = score, found = entry;
     }
@@ -232,16 +250,17 @@ void all_in_cells(const Memory& m, Step& s) {
   s.scored = 0;
   for (int64_t book = 0, at = 0; book < m.books; at += m.cells[book++]) {
     c.centres = m.centres[book], c.count = m.cells[book];
-    c.keys = m.cell_keys + at, c.entries = m.cell_entries + at, c.sizes = m.cell_sizes + at;
+    c.keys = m.cell_keys + at, c.entries = m.cell_entries + at, c.sizes = m.cell_sizes + at, c.radii = m.cell_radii + at;
     c.near.resize(count * c.count);
     const float* x = s.x + book * count * m.width;
     by_some(count, [&](int64_t n, auto some) {
       score_cells<D, some.value>(c, x + n * m.width, m.width, &c.near[n * c.count]);
     });
     for (int64_t n = 0; n < count; n++) {
-      choose(m, c, &c.near[n * c.count]);
+      const float* near = &c.near[n * c.count];
+      choose(m, c, near);
       const auto best = m.half ? best_of<D, Half> : best_of<D, float>;
-      s.index[book * count + n] = best(m, c, book, x + n * m.width, s.scored);
+      s.index[book * count + n] = best(m, c, book, x + n * m.width, near, s.scored);
     }
   }
 }

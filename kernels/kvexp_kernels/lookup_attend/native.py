@@ -22,9 +22,11 @@ _P, _I = ctypes.c_void_p, ctypes.c_int64
 class _Memory(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("keys", "centres", "cells", "cell_keys", "cell_entries", "cell_sizes")),
+        ("cell_radii", _P),
         *((name, _P) for name in ("a", "log_z", "codes", "a_scale", "head_of")),
         *((name, _I) for name in ("books", "held", "probe", "samples", "heads", "width", "value_width")),
         *((name, _I) for name in ("half", "base")),
+        ("longest", ctypes.c_float),
     )
 
 
@@ -71,14 +73,16 @@ class NativeStep:
 
     def _enter(self, lists: CellLists) -> None:
         """Write the tables of cells."""
+        radii, self._memory.longest = lists.radii()
         self._tables = [
             torch.tensor([t.data_ptr() for t in lists.centres]),
             torch.tensor([len(t) for t in lists.centres]),
             torch.tensor([t.data_ptr() for t in lists.keys]),
             torch.tensor([t.data_ptr() for t in lists.entries]),
             torch.tensor([len(t) for t in lists.keys]),
+            radii,
         ]
-        names = ("centres", "cells", "cell_keys", "cell_entries", "cell_sizes")
+        names = ("centres", "cells", "cell_keys", "cell_entries", "cell_sizes", "cell_radii")
         for name, table in zip(names, self._tables, strict=True):
             setattr(self._memory, name, table.data_ptr())
         self._memory.half, self._memory.base = lists.half, lists.base
