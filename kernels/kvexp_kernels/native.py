@@ -23,13 +23,14 @@ SECONDS = 120  # that a compiler may take
 
 @cache
 def library(source: Path) -> ctypes.CDLL | None:
-    """Return the compiled library of a C++ file; None where it cannot be had."""
+    """Return the compiled library of a C++ file and the headers beside it; None where it cannot be had."""
     compiler = _compiler()
     if compiler is None:
         return None
     try:
         # Code for this processor may not run on another that shares the folder.
-        key = "\n".join([source.read_text(encoding="utf-8"), *FLAGS, compiler, _processor()])
+        texts = [path.read_text(encoding="utf-8") for path in (source, *sorted(source.parent.glob("*.h")))]
+        key = "\n".join([*texts, *FLAGS, compiler, _processor()])
         target = _folder() / f"{source.parent.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
         if not target.exists():
             _compile(compiler, source, target)
