@@ -18,7 +18,7 @@ SEEN = 6  # tokens of the prefix
 class _Echo:
     """A memory that answers each query with itself, and with its first number as log Z."""
 
-    entries = 5
+    entries, steps = 5, False
 
     def __init__(self) -> None:
         self.table, self.asked, self.positions = torch.zeros(5, 3), [], []

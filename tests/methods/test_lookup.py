@@ -16,6 +16,9 @@ from kvexp.prompt import bos_ids
 from kvexp.tasks.batch import QueryBatch
 from kvexp.tasks.session import Session
 from kvexp_kernels.lookup import InvertedLists
+from kvexp_kernels.lookup_attend import NativeStep
+from kvexp_kernels.lookup_attend.native import SOURCE
+from kvexp_kernels.native import library
 
 TRACES = [helpers.tokens(12, seed=s) for s in range(12)]
 QUERIES = [helpers.tokens(n, seed=70 + n) for n in (6, 3, 9)]
@@ -131,3 +134,40 @@ def test_bos_in_query(prepared):
             expected = QueryBatch(made.model, made.cache(), [[*lead, *query] for query in QUERIES]).logits
             torch.testing.assert_close(session.run(made.context, QUERIES).logits, expected, rtol=0, atol=0)
     assert len(bos_ids(tokenizer)) == 1
+
+
+@pytest.mark.parametrize("lookup", ["flat", "two_level", "ivf"])
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"layout": "pooled"},
+        {"layout": "shared", "entries": "int8"},
+        {"layout": "group", "whiten": "full"},
+        {"layout": "pooled", "residual": True, "slope": True},
+    ],
+    ids=lambda knobs: "-".join(map(str, knobs.values())),
+)
+def test_steps_of_decoding_are_the_same_without_the_twin_in_cpp(prepared, monkeypatch, lookup, knobs):
+    if lookup == "ivf":
+        pytest.importorskip("faiss")
+    made = prepared(TRACES, 64, **knobs)
+    method = replace(made.method, lookup=lookup, cells=16, probe=4)
+    steps: list[int] = []
+
+    def logits(cache) -> torch.Tensor:
+        with made.method.attach(made.model), torch.no_grad():
+            ids = torch.tensor([[5, 9, 11, 4], [7, 7, 2, 30]])
+            return torch.cat([made.model(x, cache=cache).logits for x in ids.split([2, 1, 1], dim=1)], dim=1)
+
+    step = NativeStep.lookup_attend
+    monkeypatch.setattr(NativeStep, "lookup_attend", lambda *given: steps.append(1) or step(*given))
+    ours = made.cache(method)
+    found = logits(ours)
+    monkeypatch.setattr("kvexp.methods.memory.lookup.native_step", lambda *given: None)
+    plain = made.cache(method)
+    torch.testing.assert_close(found, logits(plain), rtol=0, atol=1e-4)
+    scored = ours.counters.pop("keys_scored", 0), plain.counters.pop("keys_scored", 0)
+    assert ours.counters == plain.counters
+    assert scored[0] <= scored[1], "cells that cannot hold the best key are not searched"
+    fused = "residual" not in knobs and not (lookup == "flat" and "entries" in knobs)
+    assert len(steps) == (2 * 3 if fused and library(SOURCE) else 0)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from kvexp_kernels.backend import fused
 from kvexp_kernels.lookup import cells, reference
+from kvexp_kernels.lookup.cell_lists import CellLists
 from kvexp_kernels.lookup.cells import Cells
 from kvexp_kernels.lookup.joint_lists import JointLists
 from kvexp_kernels.lookup.lists import InvertedLists
@@ -13,6 +14,7 @@ from kvexp_kernels.lookup.reference import quantise_keys
 from kvexp_kernels.lookup.two_level import TwoLevelIndex
 
 __all__ = [
+    "CellLists",
     "Cells",
     "InvertedLists",
     "JointLists",

@@ -8,13 +8,14 @@ keys themselves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvexp_kernels.lookup.cell_lists import CellLists
 from kvexp_kernels.lookup.lists import COMPARED, FEW, view
 from kvexp_kernels.lookup.two_level import TwoLevelIndex
 
@@ -52,13 +53,24 @@ class JointLists:
 
     def tensors(self) -> list[Tensor]:
         """Views of what is held: centres, and each cell's keys in half precision and entry numbers."""
-        lists, width, held = self._lists.invlists, self._lists.d, [self.centres]
-        for cell in range(self._lists.nlist):
-            size = lists.list_size(cell)
-            if size:
-                held.append(view(self._faiss, lists.get_codes(cell), (size, 2 * width)).view(torch.float16))
-                held.append(view(self._faiss, lists.get_ids(cell), (size,)))
-        return held
+        return [self.centres, *self._views(self._codes), *self._views(self._ids)]
+
+    def cell_lists(self) -> CellLists:
+        """Views of the cells, without those that fill up."""
+        centres = [self.centres[book, :held] for book, held in enumerate(self._held)]
+        base = len(self._keys) // len(self._held)
+        return CellLists(centres, self._views(self._codes), self._views(self._ids), base)
+
+    def _views(self, of: Callable[[int, int], Tensor]) -> list[Tensor]:
+        sizes = [self._lists.invlists.list_size(cell) for cell in range(self._lists.nlist)]
+        return [of(cell, size) for cell, size in enumerate(sizes) if size]
+
+    def _codes(self, cell: int, size: int) -> Tensor:
+        shape = size, 2 * self._lists.d
+        return view(self._faiss, self._lists.invlists.get_codes(cell), shape).view(torch.float16)
+
+    def _ids(self, cell: int, size: int) -> Tensor:
+        return view(self._faiss, self._lists.invlists.get_ids(cell), (size,))
 
     def search(self, x: Tensor, probe: int = 16) -> tuple[Tensor, int]:
         """Find for each query of `x [C, n, d]` the best key among its `probe` best cells of its codebook.

@@ -12,7 +12,8 @@ centroids of the samples; beyond, centroids of 4,096 plus the offset of a random
 One thread, batch 1, each layer with buffers of its own, turn about in one process. Timed per layer (CPU time;
 median, and a quarter of the rounds below and above): torch's attention over K rows (`sdpa`; `folded` takes
 the query heads of a KV head as a block), and for `flat`, `two_level` and `ivf` the whole step of a memory:
-attention to `local` rows, lookup, reading the entry, merge. JSON goes to
+attention to `local` rows, lookup, reading the entry, merge; `torch` marks those for which there is no C++
+compiler. JSON goes to
 OUTPUT_DIR/bench/attention/found.json, centroids are kept beside it.
 """
 
@@ -63,6 +64,7 @@ def main(arguments: Sequence[str]) -> int:
             probe, recall, share = chosen(books, words.recall)
             row = {"layout": layout, "length": length, "resampled": length > REAL, "probe": probe}
             row |= {"recall": recall, "scored": share, "load": os.getloadavg()[0]}
+            row["torch"] = not books[0].lookup("flat", probe).steps
             row["us"] = timed(steps(books, probe, words.local), len(words.layers), words.rounds)
             rows.append(row)
             show(row)
@@ -105,11 +107,11 @@ class Books:
         heads = self.grouping.heads
         a = torch.randn(books, k, heads, width // heads)
         tensors = {"keys": self.keys.clone(), "a": a, "log_z": torch.randn(books, k, heads)}
-        lookup = LayerLookup(LayerMemory(self.grouping, tensors), None, 0, ASM(probe=probe), {})
+        index: Sequence[TwoLevelIndex] | JointLists | None = None
         if way != "flat":  # clustered once for all ways
-            own = [replace(index, keys=index.keys.clone()) for index in self.index]
-            lookup.index = JointLists(own, tensors["keys"]) if way == "ivf" else own
-        return lookup
+            index = [replace(index, keys=index.keys.clone()) for index in self.index]
+            index = JointLists(index, tensors["keys"]) if way == "ivf" else index
+        return LayerLookup(LayerMemory(self.grouping, tensors), None, 0, ASM(probe=probe), {}, index)
 
 
 def centroids(x: Tensor, k: int, seed: int) -> Tensor:
@@ -161,6 +163,8 @@ def steps(books: Sequence[Books], probe: int, local: int) -> dict[str, Step]:
         def step(layer: int) -> Tensor:
             q = query(layer)
             key, value = near[layer]
+            if (whole := ways[way][layer].step(q, q, key, value, scale)) is not None:
+                return whole[0][:, :, None]
             a, s = attend(q[:, :, None], key, value, scale)
             found_a, found_s = ways[way][layer].find(q)
             return merge_states(found_a[:, :, None], found_s[:, :, None], a, s)[0]
@@ -213,7 +217,8 @@ def show(row: dict[str, Any]) -> None:
     cells = row["length"] // CELL
     print(
         f"{row['layout']}, K = {row['length']} {kind}, {row['probe']} of {cells} cells, recall"
-        f" {row['recall']:.4f}, {row['scored']:.1%} scored, load {row['load']:.1f}",
+        f" {row['recall']:.4f}, {row['scored']:.1%} scored, load {row['load']:.1f}"
+        + (", memories by torch" if row["torch"] else ""),
         flush=True,
     )
     for way, (low, middle, high) in row["us"].items():

@@ -16,7 +16,7 @@ from kvexp.attention.local import attend, attend_without_lse
 from kvexp.cache.placed import PlacedLayer
 from kvexp.cache.room import Room, spare
 from kvexp.cache.shared import SharedRows
-from kvexp.cache.source import Observer, Source
+from kvexp.cache.source import Observer, Source, at_once
 from kvexp_kernels.merge_states import merge_states
 
 
@@ -151,6 +151,8 @@ class DenseLayer(PlacedLayer):
         visible = None if causal else self.visible(call)
         if not (self.sources or call.needs_lse or self.wants_lse):
             return attend_without_lse(call.query, call.key, call.value, call.scale, visible, causal), None
+        if visible is None and (whole := at_once(call, self)) is not None:
+            return whole
         local = attend(call.query, call.key, call.value, call.scale, visible, causal, self.backend)
         before = [source.state(call, self) for source in self.sources]
         if self.observer is not None:

@@ -134,6 +134,35 @@ class EvictingLayer(HeadwiseLayer):
         plain = type(self) is EvictingLayer and self.valid is None and not self.tracks
         return plain and self._alone and self._room is not None and not self.sources
 
+    def move_in(self) -> bool:
+        """Take over all rows, in a room that nobody else reads, so that they may `drop`; False: they may not.
+
+        Rows of sources and own ones are copied once, where `own` and `keep` copy them several times.
+        """
+        parts = [source.rows for source in self.sources if isinstance(source, KeptRows)]
+        plain = type(self) is EvictingLayer and self.valid is None and not self.tracks
+        if not plain or len(parts) < len(self.sources) or any(p.valid is not None or p.tracks for p in parts):
+            return False
+        slots, positions = self.slots, self.positions
+        for part in reversed(parts):
+            slots, positions = _cat(part.slots, slots), _cat(part.positions, positions)
+        rows, buffers = slots.shape[2], []
+        for of_parts in ([*(p.keys for p in parts), self.keys], [*(p.values for p in parts), self.values]):
+            batch, heads, _, width = of_parts[-1].shape
+            buffers.append(of_parts[-1].new_empty(batch, heads, rows + spare(rows), width))
+            at = 0
+            for part_rows in of_parts:
+                buffers[-1][:, :, at : at + part_rows.shape[2]] = part_rows
+                at += part_rows.shape[2]
+        self._move_out()
+        self._room, self._alone, self.sources = Room(*buffers), True, ()
+        shape = *self.keys.shape[:2], rows
+        self.slots, self.positions = (x.expand(shape).contiguous() for x in (slots, positions))
+        self.rows, self.start = rows, 0
+        self._room.enter(self, rows)
+        self.keys, self.values = self._room.rows(0, rows)
+        return True
+
     def drop(self, first: int, count: int) -> None:
         """Let the `count` rows behind the first `first` go, at the cost of moving those; see `drops`."""
         assert self._room is not None

@@ -35,3 +35,14 @@ class Source(Protocol):
 
 
 Observer = Callable[["DenseLayer", Call, list[State], State], None]
+
+
+def at_once(call: Call, layer: DenseLayer) -> State | None:
+    """Return the state of one token over a layer's only source and all own rows, where the source has it.
+
+    Such a source has a method `step(call, layer)`; None: its state and the own rows' are merged as ever.
+    """
+    if len(layer.sources) != 1 or call.query.shape[2] > 1 or layer.observer is not None:
+        return None
+    step = getattr(layer.sources[0], "step", None)
+    return None if step is None else step(call, layer)

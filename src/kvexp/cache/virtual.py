@@ -14,6 +14,7 @@ class StateLookup(Protocol):
     """A memory of one layer: what `Virtual` asks of it."""
 
     entries: int
+    steps: bool  # whether `step` may give something
 
     def find(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (a [n, Hq, Dv], log Z [n, Hq]) for key-space queries [n, Hq, D]."""
@@ -21,6 +22,12 @@ class StateLookup(Protocol):
 
     def key_queries(self, call: Call, positions: torch.Tensor) -> torch.Tensor:
         """Return the queries in the space of the memory's keys, [B, Hq, T, D]."""
+        ...
+
+    def step(
+        self, x: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return (a [B, Hq, Dv], s [B, Hq]) of one token each, merged with local attention; None: do not."""
         ...
 
     def tensors(self) -> list[torch.Tensor]:
@@ -43,6 +50,19 @@ class Virtual:
     def select(self, index: torch.Tensor) -> Virtual:
         """A memory serves any batch."""
         return self
+
+    def step(self, call: Call, layer: DenseLayer) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the state over the prefix and the layer's own rows, all visible, for one token each."""
+        if not self.lookup.steps:
+            return None
+        call.padding.refuse_inside(0, self.seen)
+        x = self.lookup.key_queries(call, layer.q_positions)[:, :, 0]
+        done = self.lookup.step(x, call.query[:, :, 0], call.key, call.value, call.scale)
+        if done is None:
+            return None
+        self.counters["looked_up"] = self.counters.get("looked_up", 0) + len(x)
+        a, s = done
+        return a[:, :, None], s[:, :, None]
 
     def state(self, call: Call, layer: DenseLayer) -> tuple[torch.Tensor, torch.Tensor]:
         """Look up every real query token's state; pads get zeros, which nothing reads."""

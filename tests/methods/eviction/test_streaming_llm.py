@@ -229,6 +229,38 @@ def test_rows_that_leave_in_place_are_those_that_are_chosen(steps: int, monkeypa
     assert found[0][1:] == found[1][1:]
 
 
+@pytest.mark.parametrize("twice", [False, True])
+def test_rows_of_an_encoded_context_leave_a_fork_in_place(twice: bool, monkeypatch: Any) -> None:
+    """A fork, or the fork of one that has gone on, at its first steps; nobody else's rows change."""
+    model, found = helpers.model("llama"), []
+    for in_place in (True, False):
+        method = StreamingLLM()
+        if not in_place:
+            monkeypatch.setattr(StreamingLLM, "oldest_first", False)
+        cache = method.encode(model, tokens(30, seed=3), budget=16)
+        states = []
+        with method.attach(model):
+            if twice:
+                cache = cache.fork()
+                model(torch.tensor([[5]]), cache=cache)
+            before = cache.layers[1].keys.clone()
+            fork = cache.fork()
+            for at in range(3):
+                logits = model(torch.tensor([[at], [at + 9]]), cache=fork).logits
+                layer = fork.layers[1]
+                states.append([logits, layer.keys.clone(), layer.values.clone(), *_places(layer)])
+                assert at or layer.drops is in_place
+        assert torch.equal(cache.layers[1].keys, before)
+        found.append((states, fork.evictor.usage(), dict(fork.counters), fork.entries(), fork.nbytes()))
+    for state, expected in zip(found[0][0], found[1][0], strict=True):
+        torch.testing.assert_close(state, expected)
+    assert found[0][1:] == found[1][1:]
+
+
+def _places(layer: Any) -> list[torch.Tensor]:
+    return [x.expand(layer.keys.shape[:3]).clone() for x in (layer.slots, layer.positions)]
+
+
 def test_a_fork_keeps_its_rows_when_those_of_its_parent_leave() -> None:
     model, method = helpers.model("llama"), StreamingLLM()
     cache = method.encode(model, tokens(30, seed=3), budget=16)

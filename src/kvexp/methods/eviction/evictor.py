@@ -126,10 +126,10 @@ class MethodEvictor:
         targets = due(self, place, layer.keys.shape[1])
         if targets is None:
             return
-        layer.own()
-        if self.phase == "decode" and self.method.oldest_first and layer.drops:
+        if self.phase == "decode" and self.method.oldest_first and (layer.drops or layer.move_in()):
             self._drop(place, layer, targets[0], call.query.shape[2])
             return
+        layer.own()
         view = View(layer, call, self, place)
         method = self.method.during(self.phase)
         scores = method.combine(method.score(view), view)

@@ -51,9 +51,9 @@ class ASM(Method):
     from its centroid, and the penalty of its fit. slope: the first-order term of log Z in that offset, from
     the mean attended key of each entry. entries: numbers are kept in the model's dtype or as `int8` with a
     scale per vector. lookup: `flat`, or `two_level` with `cells` first-level cells (null: 64 up to K =
-    4,096, then 128), of which `probe` are searched, or `ivf`, the same by FAISS, which is the fast one for
-    decoding on a CPU; recall=true also searches flat and reports agreement. bos_in_query: put BOS before a
-    query.
+    4,096, then 128), of which `probe` are searched, or `ivf`, the same with FAISS's lists, which is the
+    fastest for decoding on a CPU; recall=true also searches flat and reports agreement. bos_in_query: put
+    BOS before a query.
     """
 
     id: ClassVar[str] = "asm"

@@ -11,7 +11,9 @@ from kvexp.attention.function import Call
 from kvexp.attention.rope import rotate
 from kvexp.errors import UserError
 from kvexp.methods.memory.states import LayerMemory
-from kvexp_kernels.lookup import InvertedLists, JointLists, TwoLevelIndex, lookup_flat
+from kvexp_kernels.lookup import CellLists, InvertedLists, JointLists, TwoLevelIndex, lookup_flat
+from kvexp_kernels.lookup_attend import NativeStep, native_step
+from kvexp_kernels.lookup_merge import Entries
 
 TIE = 1e-6  # difference of cosines that float32 cannot tell
 MAX_SHIFT = 3.0  # largest correction of log Z, in nats: beyond it a linear map extrapolates
@@ -47,17 +49,26 @@ def log_z_shift(offset: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
 
 
 class LayerLookup:
-    """Lookups in one layer's memory: flat, or two-level over contiguous cells of keys (`ivf`: by FAISS)."""
+    """Lookups in one layer's memory: flat, or two-level over contiguous cells of keys (`ivf`: by FAISS).
+
+    `index`: one that was built before, in place of what `method.lookup` names.
+    """
 
     def __init__(
-        self, memory: LayerMemory, model: Any, layer_index: int, method: Any, counters: dict[str, int]
+        self,
+        memory: LayerMemory,
+        model: Any,
+        layer_index: int,
+        method: Any,
+        counters: dict[str, int],
+        index: Sequence[TwoLevelIndex] | JointLists | None = None,
     ):
         self.memory, self.model, self.layer_index, self.method = memory, model, layer_index, method
         self.counters = counters
         self.entries = memory.keys.shape[1]
         self.wide: list[torch.Tensor] = []  # float32 keys, where the memory's own are something else
-        self.index: Sequence[TwoLevelIndex] | JointLists | None = None
-        if method.lookup != "flat":
+        self.index = index
+        if index is None and method.lookup != "flat":
             cells = method.cells or (64 if self.entries <= 4096 else 128)
             keys = memory.keys.float()
             if memory.key_scale is not None:
@@ -71,6 +82,22 @@ class LayerLookup:
                     )
                 self.index = JointLists(built, keys)
                 self.wide = [] if keys.data_ptr() == memory.keys.data_ptr() else [keys]
+        self.native = self._native()
+        plain = memory.residual is None and memory.slope is None and not method.recall
+        self.steps = plain and self.native is not None
+        grouping = memory.grouping  # a token's heads are its samples as they lie, but for `shared`
+        shape = grouping.codebooks, grouping.samples, memory.keys.shape[2]
+        self._in_order = None if grouping.shared or memory.whiten is not None else shape
+
+    def _native(self) -> NativeStep | None:
+        """Lookups of few queries, and whole steps of decoding, where they need not be torch's."""
+        memory, index, lists = self.memory, self.index, None
+        if index is not None:
+            lists = index.cell_lists() if isinstance(index, JointLists) else CellLists.of(index)
+        keys = self.wide[0] if self.wide else memory.keys
+        entries = Entries(keys, memory.a, memory.log_z, a_scale=memory.a_scale, probe=self.method.probe)
+        heads = torch.arange(memory.grouping.q_heads)[None]
+        return native_step(entries, memory.grouping.split(heads).contiguous(), lists)
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors held for lookups; cells have a copy of the keys of their own (ivf: in float16)."""
@@ -84,20 +111,25 @@ class LayerLookup:
 
     def nearest(self, x: torch.Tensor) -> torch.Tensor:
         """Return entry numbers [C, n] for samples x [C, n, h*D]."""
-        memory = self.memory
+        memory, probe = self.memory, self.method.probe
+        native = self.native if self.native is not None and self.native.takes_samples(x) else None
         if self.index is None:
-            return lookup_flat(x, memory.keys, memory.key_scale)[0]
-        probe = self.method.probe
-        if isinstance(self.index, JointLists):
+            return native.lookup(x)[0] if native else lookup_flat(x, memory.keys, memory.key_scale)[0]
+        if native:
+            nearest, scored = native.lookup(x)
+        elif isinstance(self.index, JointLists):
             nearest, scored = self.index.search(x, probe)
         else:
             parts = [index.search(part, probe) for index, part in zip(self.index, x, strict=True)]
             nearest, scored = torch.stack([found for found, _ in parts]), sum(cost for _, cost in parts)
-        self._count("keys_scored", scored)
-        self._count("keys_held", x.shape[0] * x.shape[1] * self.entries)
+        self._count_scored(x, scored)
         if self.method.recall:
             self._compare(x, nearest)
         return nearest
+
+    def _count_scored(self, x: torch.Tensor, scored: int) -> None:
+        self._count("keys_scored", scored)
+        self._count("keys_held", x.shape[0] * x.shape[1] * self.entries)
 
     def _compare(self, x: torch.Tensor, nearest: torch.Tensor) -> None:
         """Count lookups that found what flat search finds, or an entry as near (equal keys are common)."""
@@ -112,14 +144,36 @@ class LayerLookup:
         self._count("same_as_flat", int((flat == nearest).sum()))
         self._count("compared_with_flat", nearest.numel())
 
+    def step(
+        self, x: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the states of one token each, merged with attention to local rows; None: do it in parts.
+
+        Key-space queries x and query [B, Hq, D], local rows [B, Hkv, S, D] and [B, Hkv, S, Dv], all visible;
+        (a [B, Hq, Dv], s [B, Hq]) as `find` and a merge give them.
+        """
+        if len(x) == 1 and self._in_order:
+            samples = x.reshape(self._in_order)
+        else:
+            samples = self._samples(x).flatten(-2)
+        if not self.steps or self.native is None or not self.native.takes(samples, query, key, value):
+            return None
+        a, s, scored = self.native.lookup_attend(samples, query, key, value, scale)
+        if self.index is not None:
+            self._count_scored(samples, scored)
+        return a, s
+
+    def _samples(self, query: torch.Tensor) -> torch.Tensor:
+        """Key-space queries [n, Hq, D] -> samples [C, n', h, D], whitened where the memory is."""
+        if self.memory.whiten is not None:
+            query = torch.einsum("nhd,hde->nhe", query, self.memory.whiten)
+        return self.memory.grouping.split(query)
+
     def find(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (a [n, Hq, Dv], log Z [n, Hq]) for key-space queries [n, Hq, D]."""
         memory, grouping = self.memory, self.memory.grouping
         query = query.float() if query.dtype != torch.float64 else query
-        if memory.whiten is not None:
-            query = torch.einsum("nhd,hde->nhe", query, memory.whiten)
-        heads = grouping.split(query)  # [C, n', h, D]
-        x = heads.flatten(-2)
+        x = self._samples(query).flatten(-2)
         chosen = self.nearest(x)
         book = torch.arange(x.shape[0], device=x.device)[:, None]
         a, s = memory.a[book, chosen], memory.log_z[book, chosen]
