@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from kvexp.attention.function import Call
-from kvexp.cache.headwise import HeadwiseLayer
+from kvexp.cache.headwise import HeadwiseLayer, along_rows
 from kvexp.cache.packed_kept import PackedKept
 from kvexp.cache.room import SLACK, Room, spare
 from kvexp.cache.rows import KeptRows, RaggedRows, Rows, join
@@ -145,7 +145,7 @@ class EvictingLayer(HeadwiseLayer):
             return False
         slots, positions = self.slots, self.positions
         for part in reversed(parts):
-            slots, positions = _cat(part.slots, slots), _cat(part.positions, positions)
+            slots, positions = along_rows(part.slots, slots), along_rows(part.positions, positions)
         rows, buffers = slots.shape[2], []
         for of_parts in ([*(p.keys for p in parts), self.keys], [*(p.values for p in parts), self.values]):
             batch, heads, _, width = of_parts[-1].shape

@@ -33,7 +33,7 @@ class HeadwiseLayer(DenseLayer):
     def _join(self, slots: torch.Tensor, positions: torch.Tensor) -> None:
         new = slots.to(torch.int32)[None, None], positions.to(torch.int32)[:, None]
         self._slots, self._positions = (
-            _cat(old, x) for old, x in zip((self._slots, self._positions), new, strict=True)
+            along_rows(old, x) for old, x in zip((self._slots, self._positions), new, strict=True)
         )
 
     def _note_valid(self, call: Call) -> None:
@@ -90,7 +90,7 @@ class HeadwiseLayer(DenseLayer):
         self._move_out()
 
 
-def _cat(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+def along_rows(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Join [1 or B, 1 or H, S] along S, widening where one side tells sequences or heads apart."""
     shape = [max(a, b) for a, b in zip(old.shape[:2], new.shape[:2], strict=True)]
     return torch.cat([x.expand(*shape, -1) for x in (old, new)], dim=-1)
