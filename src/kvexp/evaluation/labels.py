@@ -57,13 +57,17 @@ def answer(
     usage = cache_usage(loaded.model, cache, len(context), nominal)
     usage = added(usage, others) | facts_of(memory)
     fidelity = fidelity_summary(samples, decay) if settings.fidelity else None
-    whole = memory is not None and memory.manifest.get("parts", 1) == 1  # so that its context fits the model
-    if fidelity is not None and settings.method.family == "memory" and whole:
+    if fidelity is not None and settings.method.family == "memory" and _fits(memory):
         asked = [[*d.query_ids, *d.expected_ids] for d in task.documents[:DECAY_QUERIES]]
         fidelity["by_layer"] = errors_by_layer(
             settings.method, loaded.model, context, memory, asked, settings.batch_size
         )
     return Answered(label_metrics(samples), usage, fidelity, session.decoded, task.data_sha256)
+
+
+def _fits(memory: Any) -> bool:
+    # Whether full attention reads the context too: one that is too long for it is remembered in parts.
+    return memory.manifest.get("parts", 1) == 1
 
 
 def facts_of(memory: Any) -> dict[str, Any]:
