@@ -9,9 +9,7 @@ import torch
 
 from kvexp_kernels.lookup import CellLists, Cells, JointLists, TwoLevelIndex, lookup_flat, quantise_keys
 from kvexp_kernels.lookup_attend import NativeStep, lookup_attend, native_step
-from kvexp_kernels.lookup_attend.native import SOURCE
 from kvexp_kernels.lookup_merge import Entries
-from kvexp_kernels.native import library
 
 
 def numbers(*shape: int, seed: int) -> torch.Tensor:
@@ -185,13 +183,3 @@ def test_what_the_twin_leaves_to_torch():
     assert not step.takes(made.x.repeat(1, 5, 1), *given[1:])
     assert not step.takes(*given[:3], made.value.mT.contiguous().mT)
     assert not step.takes(made.x, made.query.clone().requires_grad_(), *given[2:])
-
-
-def test_without_a_compiler(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    uncached = library.__wrapped__
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert uncached(SOURCE) is None
-    monkeypatch.setenv("CXX", "false")  # a program that fails
-    assert uncached(SOURCE) is None
-    (tmp_path / "kvexp").joinpath("native").rmdir()  # nothing was left there

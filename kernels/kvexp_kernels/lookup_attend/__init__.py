@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvexp_kernels.lookup_attend.native import NativeStep, native_step
+from kvexp_kernels.lookup_attend.native import NativeStep, compiled, native_step
 from kvexp_kernels.lookup_attend.reference import lookup_attend
 
-__all__ = ["NativeStep", "lookup_attend", "native_step"]
+__all__ = ["NativeStep", "compiled", "lookup_attend", "native_step"]

@@ -19,6 +19,11 @@ THREADS = 4  # from which on torch's product with all keys is as fast
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
 
+def compiled() -> ctypes.CDLL | None:
+    """Return the library, compiled on first use (seconds); None where the plain form has to serve."""
+    return library(SOURCE, "lookup", "lookup_attend")
+
+
 class _Memory(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("keys", "centres", "cells", "cell_keys", "cell_entries", "cell_sizes")),
@@ -139,5 +144,5 @@ def native_step(entries: Entries, head_of: Tensor, lists: CellLists | None = Non
     plain = all(t.device.type == "cpu" and t.is_contiguous() for t in held)
     if not plain or any(t.dtype != torch.float32 for t in numbers):
         return None
-    code = library(SOURCE)
+    code = compiled()
     return None if code is None else NativeStep(code, entries, lists, head_of)
