@@ -20,6 +20,7 @@ WRONG = [
     (["model=smollm"], "did you mean 'smollm2-135m'?"),
     (["experiment=asm"], "experiment=asm names a folder: write experiment=asm/fig3. It holds asm/fig3, "),
     (["experiment=tri/"], "It holds tri/"),
+    (["-m", "experiment=asm/fig3_small,asm/table5_small"], "experiment=asm/fig3_small is a grid of its own"),
     (["experiment=asm/fig33"], "did you mean 'asm/fig3'?"),
     (["trainer=cpus"], "did you mean 'cpu'?"),
     (["bugdet=3"], "did you mean 'budget'?"),

@@ -99,7 +99,19 @@ class Composer:
         for item in self._with_loader(written) if not found else ():
             if item.is_sweep_override() and not list(item.sweep_string_iterator()):
                 raise UserError(f"{item.input_line} stands for no value: write the values, key=a,b")
+        self._refuse_grids_of_grids(written)
         return [shared + cell for cell in found]
+
+    def _refuse_grids_of_grids(self, written: Sequence[str]) -> None:
+        from hydra.types import RunMode
+
+        for item in self._with_loader(written):
+            if item.key_or_group != "experiment" or not item.is_sweep_override():
+                continue
+            for name in item.sweep_string_iterator():
+                sweeper = self._guarded([f"experiment={name}"], RunMode.MULTIRUN).config.hydra.sweeper
+                if sweeper.get("params") or sweeper.get("grid"):
+                    raise UserError(f"experiment={name} is a grid of its own: give it a command of its own")
 
     def _spread(self, written: Sequence[str]) -> list[str]:
         """Return the words, with knobs of what a preset chooses made sweeps over one value."""

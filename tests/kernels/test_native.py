@@ -1,4 +1,4 @@
-"""Compiled twins: made once, made anew where the file is not what was written, and done without where need be."""
+"""Compiled twins: made once, anew where a file is not what was written, and done without where need be."""
 
 from __future__ import annotations
 

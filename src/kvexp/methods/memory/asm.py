@@ -115,7 +115,7 @@ class ASM(Method):
 
     @contextmanager
     def attach(self, model: Any, memory: Any = None) -> Iterator[None]:
-        """Switch `model` to this method inside a `with` block; what decodes is compiled before it is timed."""
+        """Switch `model` to this method inside a `with` block; what decodes is compiled before it is used."""
         from kvexp_kernels.lookup_attend import compiled
 
         if model.device.type == "cpu":
