@@ -72,9 +72,17 @@ def build_samples(
     return rows
 
 
+def _over(entry: Any, rows: int) -> Any:
+    sound = isinstance(entry, dict) and isinstance(entry.get("n"), int)
+    return {**entry, "n": min(entry["n"], rows)} if sound else entry
+
+
 def store_run(folder: Path, result: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Write a run folder and return the record as `read_records` returns it."""
+    """Write a run folder; return the record, over no more items than `rows`, as `read_records` does."""
     folder.mkdir(parents=True)
+    if rows and isinstance(result.get("metrics"), dict):
+        metrics = result["metrics"].items()
+        result = {**result, "metrics": {key: _over(entry, len(rows)) for key, entry in metrics}}
     (folder / "record.json").write_text(json.dumps(result))
     (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {**result, "folder": str(folder)}

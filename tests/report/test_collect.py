@@ -47,6 +47,21 @@ def test_nothing_is_dropped_in_silence(tmp_path, make_record, make_samples, stor
     assert {problem.kind for problem in found.problems} <= set(KINDS)
 
 
+@pytest.mark.parametrize(
+    ("kept", "reason"), [("lines", "it holds 1 of 3 samples"), ("bytes", "its last line is torn")]
+)
+def test_samples_that_were_cut_are_lost(kept, reason, tmp_path, make_record, make_samples, store):
+    record = make_record()
+    record["metrics"] = {"accuracy": {**record["metrics"]["accuracy"], "n": 3}}
+    store(tmp_path / "run", record, make_samples([1, 0, 1]))
+    path = tmp_path / "run" / "samples.jsonl"
+    assert not collect([tmp_path]).problems
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.index(b"\n") + 1] if kept == "lines" else whole[:-20])
+    [problem] = collect([tmp_path]).problems
+    assert problem.kind == "lost" and problem.reason == f"samples.jsonl: {reason}"
+
+
 def test_a_folder_named_twice_counts_once(tmp_path, make_record, make_samples, store):
     store(tmp_path / "a/run", make_record(), make_samples([1]))
     found = collect([tmp_path, tmp_path / "a", str(tmp_path / "a/../a")])

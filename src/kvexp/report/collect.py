@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from kvexp.errors import UserError
 from kvexp.report.folder import FILES
+from kvexp.report.items import item_score
 from kvexp.report.stored import check_shown, read_record, read_samples
 
 Kind = Literal["failed", "partial", "broken", "repeated", "lost"]
@@ -90,7 +91,7 @@ def _read(run: Path, found: Collected) -> None:
         found.problems.append(Problem("broken", str(run), f"record.json: {error}"))
         return
     try:
-        read_samples(run / "samples.jsonl")
+        _check_whole(record, run / "samples.jsonl")
     except (OSError, ValueError) as error:
         found.problems.append(Problem("lost", str(run), f"samples.jsonl: {error}"))
         found.records.append({**record, "folder": str(run), "samples": False})
@@ -98,6 +99,21 @@ def _read(run: Path, found: Collected) -> None:
         found.records.append({**record, "folder": str(run)})
     if record["status"] == "failed":
         found.problems.append(Problem("failed", str(run), record["error"]))
+
+
+def _check_whole(record: Mapping[str, Any], path: Path) -> None:
+    """Raise ValueError unless the samples can be read, and are as many as a complete record says."""
+    samples = read_samples(path)
+    if record["status"] != "complete" or not path.exists():
+        return
+    if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+        raise ValueError("its last line is torn")
+    if not samples:
+        return
+    told = [name for name in record["metrics"] if item_score(samples[0], name) is not None]
+    asked = max((record["metrics"][name]["n"] for name in told), default=0)
+    if len(samples) < asked:
+        raise ValueError(f"it holds {len(samples)} of {asked} samples")
 
 
 def _sample_lines(run: Path) -> int:
