@@ -56,8 +56,8 @@ def test_papers_stand_beside_ours(tmp_path, make_record, store, monkeypatch):
         PaperNumber(**number, budget="512", value=20.0),
     )
     monkeypatch.setattr(papers, "numbers", lambda: found)
-    store(tmp_path / "s", make_record("snapkv", 1024, accuracy=0.25, stderr=0.0125), [])
+    store(tmp_path / "s", make_record("snapkv", 1024, accuracy=0.25, stderr=0.0135), [])
     text = markdown(data_of(tmp_path)[0])
-    row = "| tri, table1 | qwen3-8b | snapkv | 1024 | accuracy | 34.6 | 25.0 ± 1.250 | snapkv | 8 |"
+    row = "| tri, table1 | qwen3-8b | snapkv | 1024 | accuracy | 34.6 | 25.0 ± 1.4 | snapkv | 8 |"
     assert f"{row} 8 answers; from the text |" in text
     assert "1 more of this task have no row of ours." in text and "20.0" not in text
