@@ -13,6 +13,7 @@ import torch
 
 from kvexp import tiny
 from kvexp.prompt import Context
+from kvexp.stats.shares import WHOLE
 
 FAMILIES = (
     "llama",
@@ -84,7 +85,7 @@ class Calibration:
         return self.parts()
 
     def spread(self, keys: Any, build: Any, what: str) -> dict[int, Any]:
-        return {key: build(key) for key in keys}
+        return {key: build(key, WHOLE) for key in keys}
 
     def parts(self) -> list[Path]:
         return [self.folder]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -81,8 +82,9 @@ def rank_1(of: subprocess.Popen) -> int:
     """Wait for the process that rank 0 starts."""
     for _ in range(1200):
         for child in Path(f"/proc/{of.pid}/task/{of.pid}/children").read_text().split():
-            if b"limit=400" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return int(child)
+            with contextlib.suppress(OSError):  # of a short life: what else rank 0 starts
+                if b"LOCAL_RANK=1" in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+                    return int(child)
         time.sleep(0.05)
     raise TimeoutError
 

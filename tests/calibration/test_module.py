@@ -23,6 +23,8 @@ from kvexp.methods.eviction.triattention import TriAttention
 from kvexp.methods.memory.asm import ASM
 from kvexp.methods.memory.collect import encode_chunks
 from kvexp.methods.memory.prepare import collected
+from kvexp.stats.ridge import RidgeRegression
+from kvexp.stats.shares import WHOLE
 
 trainer = partial(lightning.Trainer, accelerator="cpu", devices=1)
 TRACES = [helpers.tokens(n, seed=n) for n in (9, 3, 8, 4, 7, 5, 6)]
@@ -150,11 +152,12 @@ def test_other_traces_batches_or_a_damaged_part_are_collected_anew(tmp_path):
     assert collect(TRACES[:-1], 3) == [[3, 4, 5], [7, 8, 9]] and len(everything) == 1
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_what_is_spread_is_computed_once_and_known_to_all(tmp_path, ranks):
     computed = []
 
-    def build(key):
+    def build(key, shares):
+        assert shares is WHOLE
         computed.append(key)
         return {"x": torch.full((2,), float(key))}
 
@@ -167,6 +170,33 @@ def test_what_is_spread_is_computed_once_and_known_to_all(tmp_path, ranks):
     (tmp_path / "work/0005.safetensors").unlink()
     crews.together(ranks, rank)
     assert sorted(computed) == [3, 5, 5, 8]
+
+
+def test_more_ranks_than_keys_compute_each_together(tmp_path):
+    """Rows are read once, sums are of all, and a key of an earlier start is not computed again."""
+    read, data = [], torch.arange(22.0).view(11, 2)
+
+    def build(key, shares):
+        rows = shares.rows(len(data))
+        read.append((key, list(rows)))
+        fit = RidgeRegression(1, 1)
+        fit.add(data[rows.start : rows.stop, :1] + key, data[rows.start : rows.stop, 1:])
+        once = shares.once(lambda: {"first": torch.tensor(shares.number)})["first"]
+        return {**shares.total(fit).state(), "first": once}
+
+    def rank(crew):
+        return Runner(None, [], tmp_path, trainer, crew=crew).spread([0, 1], build, "layers")
+
+    for key, found in crews.together(4, rank)[3].items():
+        whole = RidgeRegression(1, 1)
+        whole.add(data[:, :1] + key, data[:, 1:])
+        assert all(torch.equal(found[name], x) for name, x in whole.state().items())
+        assert int(found["first"]) == 0
+        assert sorted(row for one, rows in read for row in rows if one == key) == list(range(11))
+    (tmp_path / "work/0001.safetensors").unlink()
+    read.clear()
+    crews.together(3, rank)
+    assert {key for key, _ in read} == {1} and len(read) == 3
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -185,6 +215,22 @@ def test_ranks_make_the_very_memory_that_one_makes(tmp_path, ranks):
         alone = prepared(method, tmp_path / f"one-{number}")
         folder = tmp_path / f"many-{number}"
         assert crews.together(ranks, partial(prepared, method, folder)) == [alone] * ranks
+
+
+def test_more_ranks_than_layers_make_the_memory_of_one(tmp_path):
+    """Up to the order of sums."""
+    context, model, layers = helpers.context(), helpers.model("llama"), 3
+
+    def prepared(folder, crew=ALONE):
+        runner = Runner(context, TRACES, folder / "s", trainer, 2, work=folder / "w", crew=crew)
+        return ASM(samples="float32").prepare(model, runner, Budget(8))
+
+    alone = prepared(tmp_path / "one")
+    assert len(alone.layers) == layers
+    for memory in crews.together(layers + 1, partial(prepared, tmp_path / "many")):
+        for layer, found in memory.layers.items():
+            for name, x in alone.layers[layer].tensors.items():
+                torch.testing.assert_close(found.tensors[name], x, rtol=1e-4, atol=1e-5)
 
 
 def test_a_signal_is_not_swallowed(tmp_path):

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load, save
 from torch.utils.data import DataLoader, Dataset
 
+from kvexp.calibration.meeting import Meeting
 from kvexp.calibration.parts import Parts
 from kvexp.crew.crew import ALONE, Crew
 from kvexp.errors import UserError
@@ -24,6 +25,7 @@ from kvexp.files import write_atomic
 from kvexp.logs import quiet_lightning
 from kvexp.methods.base import Part
 from kvexp.progress import track
+from kvexp.stats.shares import WHOLE, Shares
 
 PARTS = 32  # of a calibration, at most: what a kill loses of each rank's work
 SORT_WINDOW = 8  # batches whose items are sorted by length together, so that little is padded
@@ -84,7 +86,7 @@ class Runner:
 
     The traces are cut into batches, and these into a few parts, by the traces alone. A part that is whole
     stays, whatever happens; whoever comes next goes on with the others, on any number of ranks, and what is
-    learnt is the same to the bit where the arithmetic of a forward pass is.
+    learnt is the same to the bit where the arithmetic of a forward pass is, up to as many ranks as layers.
     """
 
     def __init__(
@@ -151,18 +153,24 @@ class Runner:
             )
 
     def spread(
-        self, keys: Sequence[int], build: Callable[[int], dict[str, torch.Tensor]], what: str
+        self, keys: Sequence[int], build: Callable[[int, Shares], dict[str, torch.Tensor]], what: str
     ) -> dict[int, dict[str, torch.Tensor]]:
-        """Return `build(key)` of every key; each rank computes some, and all read them.
+        """Return `build(key, shares)` of every key; each rank computes some, and all read them.
 
-        What is there of an earlier start is not computed again.
+        Where there are more ranks than keys, all compute every one, each on its share of the samples. What is
+        there of an earlier start is not computed again.
         """
         files = {key: self._work / f"{key:04d}.safetensors" for key in keys}
         left = [key for key in keys if not files[key].exists()] if self._crew.first else None
-        left = self._crew.broadcast(left)
-        for key in track(left[self._crew.rank :: self._crew.world], what, unit="layers"):
-            tensors = {name: x.contiguous().cpu() for name, x in build(key).items()}
-            write_atomic(files[key], save(tensors))
+        left, shares = self._crew.broadcast(left), WHOLE
+        if len(keys) < self._crew.world:
+            mine, shares = left, Meeting(self._work / "shares", self._crew)
+        else:
+            mine = left[self._crew.rank :: self._crew.world]
+        for key in track(mine, what, unit="layers"):
+            tensors = {name: x.contiguous().cpu() for name, x in build(key, shares).items()}
+            if shares.number == 0:
+                write_atomic(files[key], save(tensors))
         self._crew.barrier()
         found = {key: load(path.read_bytes()) for key, path in files.items()}
         self._crew.barrier()

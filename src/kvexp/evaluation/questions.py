@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from kvexp.budget import Budget
 from kvexp.cache.kv_cache import KVCache
 from kvexp.crew.crew import ALONE, Crew
 from kvexp.errors import UserError
+from kvexp.evaluation.known import KnownAnswers
 from kvexp.evaluation.labels import context_of, facts_of
 from kvexp.evaluation.length import warn_of_questions
 from kvexp.evaluation.shares import score_batches
@@ -20,7 +20,6 @@ from kvexp.measure.answered import Answered
 from kvexp.measure.latency import LatencyFile, Steps
 from kvexp.measure.timing import Stopwatch
 from kvexp.measure.usage import added, cache_usage, total_usage
-from kvexp.methods.baseline.full import Full
 from kvexp.prompt import Context
 from kvexp.report.folder import RunFolder
 from kvexp.schema import Settings
@@ -148,9 +147,10 @@ class Run:
         self.stopped = self.adapter.stopper(task.stop)
         self.usages: list[dict[str, Any]] = []
         self._latest: KVCache | None = None
-        self.reference: Session | None = None
+        self.known: KnownAnswers | None = None
         if settings.fidelity:
-            self.reference = Session(session.loaded, Full(), None, Budget(None))
+            divided = settings.model.tp_plan is not None
+            self.known = KnownAnswers(session.loaded, None if divided else settings.store_dir)
 
     def name(self, asked: Asked) -> str:
         """Return the name of what is encoded for an answer: its context, or for its question alone."""
@@ -243,9 +243,8 @@ class Run:
             {"logprob": float(q.gather(1, torch.tensor(a, device=q.device)[:, None]).sum())}
             for q, a in zip(ours, answers, strict=True)
         ]
-        if self.reference is not None:
-            with Full().attach(self.session.model):
-                full = self.reference.run(on, queries, rows).answer_distributions(answers)
+        if self.known is not None:
+            full = self.known.distributions(on, queries, rows, answers)
             for scores, q, p in zip(found, ours, full, strict=True):
                 scores |= compared(p, q)
         return found

@@ -1,4 +1,4 @@
-"""What attention to everything says about a text, computed once and kept: final hidden states.
+"""What attention to everything says about a text, computed once and kept for all cells: final hidden states.
 
 Hidden states are a hundredth of the logits that they give, and give them again exactly.
 """
@@ -6,7 +6,8 @@ Hidden states are a hundredth of the logits that they give, and give them again 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,10 @@ def _states(model: Any, texts: Sequence[Sequence[int]], skip: int) -> torch.Tens
             part = ids[:, at : at + CHUNK]
             positions = torch.arange(at, at + part.shape[1], device=ids.device)[None]
             found.append(model.base_model(part, cache=cache, position_ids=positions).last_hidden_state)
-        _check(model, ids[:, :4], found[0][:, :4])
+        if not gives_logits(model, ids[:, :4]):
+            raise UserError(
+                "this model's logits are not those of its output embedding: task=continuation cannot serve it"
+            )
     return torch.cat(found, dim=1)[:, skip:]
 
 
@@ -96,12 +100,24 @@ def logits_of(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     return logits if scale is None else logits * scale
 
 
-def _check(model: Any, ids: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Refuse a model whose logits are not those of its output embedding: nothing would be comparable."""
-    cache = Full().encode(model, [])
-    theirs = model(ids, cache=cache, position_ids=torch.arange(ids.shape[1])[None].to(ids.device)).logits
-    gap = (logits_of(model, hidden).float() - theirs.float()).abs().max()
-    if gap > 0.05 * theirs.float().abs().max():  # other shapes round otherwise in bfloat16
-        raise UserError(
-            "this model's logits are not those of its output embedding: task=continuation cannot serve it"
-        )
+def gives_logits(model: Any, ids: torch.Tensor) -> bool:
+    """Whether a model's logits are those of its output embedding, as tried on `ids` [n, t].
+
+    Not those of a model that bounds its logits, say. Needs full attention to be attached.
+    """
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    with output_states(model) as states:
+        theirs = model(ids, cache=Full().encode(model, []), position_ids=positions).logits.float()
+    gap = (logits_of(model, states[0]).float() - theirs).abs().max()
+    return bool(gap <= 0.05 * theirs.abs().max())  # other shapes round otherwise in bfloat16
+
+
+@contextmanager
+def output_states(model: Any) -> Iterator[list[torch.Tensor]]:
+    """Collect the final hidden states [n, t, d] of each forward inside the block, where logits are made."""
+    found: list[torch.Tensor] = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: found.append(args[0]))
+    try:
+        yield found
+    finally:
+        hook.remove()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from kvexp.prompt import Context
+from kvexp.stats.shares import Shares
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,9 +65,13 @@ class Calibration(Protocol):
         ...
 
     def spread(
-        self, keys: Sequence[int], build: Callable[[int], dict[str, torch.Tensor]], what: str
+        self, keys: Sequence[int], build: Callable[[int, Shares], dict[str, torch.Tensor]], what: str
     ) -> dict[int, dict[str, torch.Tensor]]:
-        """Return `build(key)` of every key, each computed once, by one process or by an earlier run."""
+        """Return `build(key, shares)` of every key, each computed once or by an earlier run.
+
+        By one process, whose share is the whole; where there are more processes than keys, by all together,
+        each on its share.
+        """
         ...
 
     def track(self, items: Iterable[Any], what: str, total: int | None = None) -> Iterable[Any]:

@@ -5,30 +5,26 @@ The input is a callable that returns a fresh iterator of `[n, d]` blocks: each p
 trace (a centroid is the running mean of what it was given, no decay), and ends with one full pass, which
 cures members gone stale. The paper states neither metric nor initialisation: plain L2 and random distinct
 samples are the defaults here; with "cosine", rows and centroids have unit length (spherical k-means).
-Deterministic given the seed; equal distances go to the lower number; how the stream is cut into blocks
-matters to `lloyd` only by rounding.
+Several processes may each read a share of the stream (`stats.shares`): `lloyd` then sums what they find in
+each pass. Deterministic given the seed; equal distances go to the lower number; how the stream is cut, into
+blocks or shares, matters to `lloyd` only by rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvexp.stats.nearest import METRICS, assign, check_choice, unit
 from kvexp.stats.pool import DistinctPool
+from kvexp.stats.seeding import Blocks, start
+from kvexp.stats.shares import WHOLE, Shares
 
 __all__ = ["Blocks", "Clusters", "assign", "lloyd", "minibatch"]
 
-Blocks = Callable[[], Iterator[Tensor]]
-
-INITS = ("random", "kmeans++")
 SPARE = 256  # farthest samples remembered in a pass, to replace dead centroids
-ROUNDS = 64  # groups in which kmeans++ draws
-CANDIDATES = 8  # distinct samples per centroid among which kmeans++ chooses
 
 
 @dataclass(frozen=True)
@@ -70,6 +66,24 @@ class _Pass:
         self.total += distance.sum(dtype=torch.float64)
         self.farthest.offer(x, -distance)
 
+    def merge(self, other: _Pass) -> None:
+        """Take in what was found in another share of the stream."""
+        self.counts, self.shift = self.counts + other.counts, self.shift + other.shift
+        self.total = self.total + other.total
+        self.farthest.merge(other.farthest)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return all that it holds."""
+        far = {f"farthest.{name}": tensor for name, tensor in self.farthest.state().items()}
+        return {"counts": self.counts, "shift": self.shift, "total": self.total, **far}
+
+    def restored(self, state: dict[str, Tensor]) -> _Pass:
+        """Return another one that holds `state`."""
+        device, far = self.shift.device, "farthest."
+        farthest = {name.removeprefix(far): x for name, x in state.items() if name.startswith(far)}
+        counts, shift, total = (state[name].to(device) for name in ("counts", "shift", "total"))
+        return _Pass(counts, shift, total, self.farthest.restored(farthest))
+
 
 def lloyd(
     blocks: Blocks,
@@ -79,19 +93,22 @@ def lloyd(
     metric: str = "l2",
     backend: str = "auto",
     init: str | Tensor = "random",
+    shares: Shares = WHOLE,
+    before: int = 0,
 ) -> Clusters:
     """Full Lloyd iterations; reads the stream `iterations + 1` times, fewer once the objective stops falling.
 
     `init` is "random" (distinct samples, uniformly), "kmeans++" (on a random subset of distinct samples), or
     the starting centroids `[k, d]`. A centroid without samples moves to one of the farthest samples; those
     empty in the last pass are dropped. Where there are at most k distinct samples, each becomes a centroid.
-    Raises ValueError on an empty stream or `iterations < 1`.
+    With `shares`, the stream is this process's share, `before` rows stand in the earlier ones, and all find
+    the same clusters. Raises ValueError on an empty stream or `iterations < 1`.
     """
     if iterations < 1:
         raise ValueError(f"k-means needs at least one iteration, not {iterations}")
     stream = _prepared(blocks, metric)
-    centroids, exact = _start(stream, k, seed, init, metric)
-    return _lloyd_from(stream, centroids, exact, iterations, metric, backend)
+    centroids, exact = start(stream, k, seed, init, metric, shares, before)
+    return _lloyd_from(stream, centroids, exact, iterations, metric, backend, shares)
 
 
 def minibatch(
@@ -110,7 +127,7 @@ def minibatch(
     distinct samples and errors as for `lloyd`; reads the stream `passes + 2` times.
     """
     stream = _prepared(blocks, metric)
-    centroids, exact = _start(stream, k, seed, init, metric)
+    centroids, exact = start(stream, k, seed, init, metric)
     counts = torch.zeros(len(centroids), dtype=torch.int64, device=centroids.device)
     for _ in range(0 if exact else passes):
         found = _Pass.empty(centroids)
@@ -130,47 +147,14 @@ def _prepared(blocks: Blocks, metric: str) -> Blocks:
     return lambda: (unit(x) if metric == "cosine" else x for x in blocks() if len(x))
 
 
-def _start(stream: Blocks, k: int, seed: int, init: str | Tensor, metric: str) -> tuple[Tensor, bool]:
-    """Starting centroids, and whether they are all the distinct samples there are."""
-    if isinstance(init, Tensor):
-        return (unit(init) if metric == "cosine" else init), False
-    check_choice("k-means init", init, INITS)
-    rng = np.random.default_rng(seed)
-    pool = DistinctPool(k if init == "random" else CANDIDATES * k)
-    device = torch.device("cpu")
-    for x in stream():
-        pool.offer(x, torch.from_numpy(rng.random(len(x))))
-        device = x.device
-    rows = pool.rows.to(device)
-    if not len(rows):
-        raise ValueError("k-means was given no samples")
-    exact = not pool.overflow and len(rows) <= k
-    return (rows if exact or init == "random" else _plus_plus(rows, k, rng)), exact
-
-
-def _plus_plus(rows: Tensor, k: int, rng: np.random.Generator) -> Tensor:
-    """Choose k of the rows, each with probability proportional to its squared distance to those chosen.
-
-    Rows are drawn in ROUNDS groups without replacement, and distances brought up to date after each group: a
-    group costs one matrix product instead of one pass over the rows for each centroid.
-    """
-    chosen = [int(rng.integers(len(rows)))]
-    squares = rows.square().sum(dim=1)
-    distance = torch.full_like(squares, torch.inf)
-    group, fresh = max(1, k // ROUNDS), chosen[:]
-    while len(chosen) < k:
-        near = squares[:, None] - 2 * rows @ rows[fresh].T + squares[fresh]
-        distance = torch.minimum(distance, near.min(dim=1).values.clamp(min=0))
-        distance[fresh] = 0
-        noise = torch.from_numpy(rng.gumbel(size=len(rows))).to(distance.device)
-        score = distance.double().log() + noise  # its top n are n draws without replacement
-        fresh = score.topk(min(group, k - len(chosen))).indices.sort().values.tolist()
-        chosen += fresh
-    return rows[chosen]
-
-
 def _lloyd_from(
-    stream: Blocks, centroids: Tensor, exact: bool, iterations: int, metric: str, backend: str
+    stream: Blocks,
+    centroids: Tensor,
+    exact: bool,
+    iterations: int,
+    metric: str,
+    backend: str,
+    shares: Shares = WHOLE,
 ) -> Clusters:
     """Lloyd iterations from given centroids; `exact` centroids are counted and left as they are."""
     objective: list[float] = []
@@ -178,6 +162,7 @@ def _lloyd_from(
         found = _Pass.empty(centroids)
         for x in stream():
             found.add(x, centroids, metric, backend)
+        found = shares.total(found)
         size = int(found.counts.sum())
         if not size:
             raise ValueError("k-means was given no samples")

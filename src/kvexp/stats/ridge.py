@@ -30,6 +30,16 @@ class RidgeRegression:
         self._xx += other._xx
         self._xy += other._xy
 
+    def state(self) -> dict[str, Tensor]:
+        """Return all that it holds."""
+        return {"xx": self._xx, "xy": self._xy}
+
+    def restored(self, state: dict[str, Tensor]) -> RidgeRegression:
+        """Return another one that holds `state`."""
+        other = RidgeRegression(*self._xy.shape)
+        other._xx, other._xy = state["xx"], state["xy"]
+        return other
+
     def solve(self, ridge: float = 0.1) -> Tensor:
         """Return `W [d, out]` float64 that minimises |X W - Y|^2 + r |W|^2.
 

@@ -173,16 +173,17 @@ class SampleStore:
         return row * sum(self.count(layer) for layer in self.layers)
 
     def blocks(
-        self, layer: int, size: int, fields: Sequence[str] | None = None
+        self, layer: int, size: int, fields: Sequence[str] | None = None, rows: range | None = None
     ) -> Iterator[dict[str, Tensor]]:
-        """Read a layer in order, `size` samples at a time (the last block may be shorter).
+        """Read a layer in order, or some neighbouring `rows` of it, `size` samples at a time.
 
-        Yields each wanted field as `[n, ...]`, float32 on the CPU (float64 where stored so). Blocks run on
-        across the folders of a merged store: they do not depend on how samples were divided among ranks.
+        Yields each wanted field as `[n, ...]`, float32 on the CPU (float64 where stored so). The last block
+        may be shorter. Blocks run on across the folders of a merged store: they do not depend on how samples
+        were divided among ranks.
         """
-        names, total = list(fields or self.fields), self.count(layer)
-        for start in range(0, total, size):
-            stop = min(start + size, total)
+        names, rows = list(fields or self.fields), range(self.count(layer)) if rows is None else rows
+        for start in range(rows.start, rows.stop, size):
+            stop = min(start + size, rows.stop)
             yield {name: self._read(layer, name, start, stop) for name in names}
 
     def sample(self, layer: int, n: int, seed: int, fields: Sequence[str] | None = None) -> dict[str, Tensor]:

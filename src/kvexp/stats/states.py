@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 RULES = ("eq5", "mean")
+HELD = ("count", "seen", "mean_s", "m2", "top", "mass", "out")
 
 
 class States(NamedTuple):
@@ -125,6 +126,21 @@ class StateAccumulator:
         for name, mean in self._extras.items():
             mean += _like(part, mean) * (other._extras[name] - mean)
         self._seen, self._count = seen, count
+
+    def state(self) -> dict[str, Tensor]:
+        """Return all that it holds."""
+        held = {name: getattr(self, f"_{name}") for name in HELD}
+        return {**held, **{f"extra.{name}": mean for name, mean in self._extras.items()}}
+
+    def restored(self, state: Mapping[str, Tensor]) -> StateAccumulator:
+        """Return another one that holds `state`."""
+        extras = {name: mean.shape[1:] for name, mean in self._extras.items()}
+        k, heads, dv = self._out.shape
+        other = StateAccumulator(k, heads, dv, self.dtype, self.rule, extras)
+        for name in HELD:
+            setattr(other, f"_{name}", state[name])
+        other._extras = {name: state[f"extra.{name}"] for name in extras}
+        return other
 
     def finish(self) -> States:
         """Return the states of all k centroids; one without a sample has `counts` 0 and `log_z` -inf."""

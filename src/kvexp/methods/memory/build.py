@@ -3,13 +3,14 @@
 Everything streams over the store's blocks, one layer at a time, so that memory does not grow with the number
 of traces. The final pass assigns every sample once more to the finished centroids (`method.final`: by the
 distance that clustering used, or by the cosine that lookups use) and builds the states from scratch, so that
-no entry holds members from early, drifting centroids.
+no entry holds members from early, drifting centroids. Several processes may build one layer together, each
+from a share of its samples.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from kvexp.methods.memory.states import LayerMemory
 from kvexp.stats import kmeans, whiten
 from kvexp.stats.ridge import RidgeRegression
 from kvexp.stats.samples import SampleStore
+from kvexp.stats.shares import WHOLE, Shares
 from kvexp.stats.states import StateAccumulator
 from kvexp_kernels.lookup import quantise_keys
 
@@ -42,8 +44,10 @@ class LayerBuilder:
         k: int,
         seed: int,
         device: torch.device | str = "cpu",
+        shares: Shares = WHOLE,
     ) -> None:
         self.method, self.store, self.layer, self.device = method, store, layer, device
+        self.shares, self.rows = shares, shares.rows(store.count(layer))
         self.grouping, self.k, self.seed = grouping, k, seed
         q = store.fields["q"]
         self._row_bytes = math.prod(q.shape) * (8 if q.dtype == "float64" else 4)
@@ -53,8 +57,7 @@ class LayerBuilder:
     def build(self) -> LayerMemory:
         """Cluster, aggregate, and fit the corrections that the method asks for."""
         if self.method.whiten != "none":
-            sample = self.store.sample(self.layer, WHITEN_SAMPLES, self.seed, ["q"])["q"]
-            self.whiten = whiten.whitening_matrix(sample, diagonal=self.method.whiten == "diagonal")
+            self.whiten = self.shares.once(self._whitening)["whiten"]
         tensors = self._aggregate(self._clusters())
         if self.whiten is not None:
             tensors["whiten"] = self.whiten
@@ -62,6 +65,14 @@ class LayerBuilder:
         if self.method.residual:
             memory.tensors["residual"] = self._residual(memory)
         return memory
+
+    def blocks(self, fields: Sequence[str] | None = None) -> Iterator[dict[str, Tensor]]:
+        """Read this process's share of the layer."""
+        return self.store.blocks(self.layer, self.block, fields, self.rows)
+
+    def _whitening(self) -> dict[str, Tensor]:
+        sample = self.store.sample(self.layer, WHITEN_SAMPLES, self.seed, ["q"])["q"]
+        return {"whiten": whiten.whitening_matrix(sample, diagonal=self.method.whiten == "diagonal")}
 
     def keys(self, q: Tensor) -> Tensor:
         """[n, Hq, D] -> key-space samples [C, n', h*D], whitened where the method says so."""
@@ -71,17 +82,32 @@ class LayerBuilder:
         return self.grouping.split(q).flatten(-2)
 
     def _read_keys(self) -> Iterator[Tensor]:
-        for block in self.store.blocks(self.layer, self.block, ["q"]):
+        for block in self.blocks(["q"]):
             yield self.keys(block["q"])
 
     def _clusters(self) -> list[Tensor]:
         """Return the centroids [K', h*D] of each codebook, K' <= K."""
+        if self.method.kmeans == "minibatch" and self.shares.count > 1:  # one batch moves what the next sees
+            return self._by_one()
         kept = list(self._read_keys()) if self._fits(1) else None
         return [self._cluster(book, self._stream(book, kept)) for book in range(self.grouping.codebooks)]
 
+    def _by_one(self) -> list[Tensor]:
+        """The centroids as the first process finds them alone."""
+
+        def alone() -> dict[str, Tensor]:
+            builder = LayerBuilder(
+                self.method, self.store, self.layer, self.grouping, self.k, self.seed, self.device
+            )
+            builder.whiten = self.whiten
+            return {str(book): found for book, found in enumerate(builder._clusters())}
+
+        found = self.shares.once(alone)
+        return [found[str(book)].to(self.device) for book in range(self.grouping.codebooks)]
+
     def _fits(self, parts: int) -> bool:
-        """Whether one of so many equal parts of the layer's queries may be held in memory."""
-        return self._row_bytes * self.store.count(self.layer) <= IN_MEMORY_BYTES * parts
+        """Whether one of so many equal parts of the queries read here may be held in memory."""
+        return self._row_bytes * len(self.rows) <= IN_MEMORY_BYTES * parts
 
     def _stream(self, book: int, kept: list[Tensor] | None) -> kmeans.Blocks:
         """The samples of one codebook: from memory, where they or the whole layer fit, else from disk."""
@@ -100,8 +126,9 @@ class LayerBuilder:
 
     def _cluster(self, book: int, blocks: kmeans.Blocks) -> Tensor:
         method, seed = self.method, (self.seed * 1000 + self.layer) * 1000 + book
-        options = {"metric": method.metric, "init": method.init, "backend": method.backend}
+        options: dict[str, Any] = {"metric": method.metric, "init": method.init, "backend": method.backend}
         if method.kmeans == "lloyd":
+            options |= {"shares": self.shares, "before": self.rows.start * self.grouping.samples}
             return kmeans.lloyd(blocks, self.k, method.iterations, seed, **options).centroids
         return kmeans.minibatch(blocks, self.k, seed, passes=method.iterations, **options).centroids
 
@@ -114,13 +141,14 @@ class LayerBuilder:
         shape = grouping.heads, self.store.fields["a"].shape[-1], centroids[0].dtype
         sums = [StateAccumulator(len(c), *shape, method.aggregate, extras) for c in centroids]
         directions = [F.normalize(c, dim=-1) for c in centroids]
-        for block in self.store.blocks(self.layer, self.block):
+        for block in self.blocks():
             keys = self.keys(block["q"])
             states = {name: grouping.split(block[name]) for name in block if name != "q"}
             for book, acc in enumerate(sums):
                 index = kmeans.assign(keys[book], centroids[book], method.final, method.backend)
                 length = (keys[book] * directions[book][index]).sum(-1).cpu()
                 acc.add(index.cpu(), **{name: x[book] for name, x in states.items()}, length=length)
+        sums = [self.shares.total(acc) for acc in sums]
         parts = [self._entries(acc, keys.cpu()) for acc, keys in zip(sums, directions, strict=True)]
         most = max(len(part["count"]) for part in parts)
         return {name: torch.stack([_padded(part[name], most) for part in parts]) for name in parts[0]}
@@ -149,7 +177,7 @@ class LayerBuilder:
         heads, dv = memory.a.shape[-2:]
         fits = [RidgeRegression(width, heads * (dv + 1)) for _ in range(books)]
         found = memory.keys.to(self.device)
-        for block in self.store.blocks(self.layer, self.block):
+        for block in self.blocks():
             keys = self.keys(block["q"])
             a, s = self.grouping.split(block["a"]), self.grouping.split(block["s"])
             for book, fit in enumerate(fits):
@@ -160,6 +188,7 @@ class LayerBuilder:
                 if memory.slope is not None:
                     left = left - log_z_shift(offset, memory.slope[book][index])
                 fit.add(offset, torch.cat([a[book] - chosen["a"], left[..., None]], -1).flatten(1))
+        fits = [self.shares.total(fit) for fit in fits]
         return torch.stack([fit.solve(self.method.ridge) for fit in fits]).to(memory.keys.dtype)
 
 

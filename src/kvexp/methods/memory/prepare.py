@@ -24,6 +24,7 @@ from kvexp.methods.memory.lookup import LayerLookup
 from kvexp.methods.memory.states import LayerMemory, StateMemory, refuse_mismatch
 from kvexp.prompt import Context
 from kvexp.stats.samples import SampleStore
+from kvexp.stats.shares import Shares
 
 log = logging.getLogger(__name__)
 FEW_TOKENS = 4  # trace tokens per entry under which a memory of this size is not worth its name
@@ -64,8 +65,9 @@ def prepare(method: Any, model: Any, calibration: Any, budget: Any) -> StateMemo
     store = collected(method, model, caches, calibration)
     devices = layer_devices(model)
 
-    def build(layer: int) -> dict[str, torch.Tensor]:
-        built = LayerBuilder(method, store, layer, grouping, k, calibration.seed, devices[layer]).build()
+    def build(layer: int, shares: Shares) -> dict[str, torch.Tensor]:
+        seed, device = calibration.seed, devices[layer]
+        built = LayerBuilder(method, store, layer, grouping, k, seed, device, shares).build()
         return stored(built, model.dtype, method.entries == "int8").tensors
 
     made = calibration.spread(store.layers, build, "clustering layers")
