@@ -10,6 +10,7 @@ import pytest
 from kvexp.cli import settings_of
 from kvexp.compose import conf_dir
 from kvexp.errors import UserError
+from kvexp.report.collect import collect
 from kvexp.run import run
 
 METHODS = sorted(path.stem for path in (conf_dir() / "method").glob("*.yaml"))
@@ -37,5 +38,6 @@ def test_a_cell(method: str, tmp_path: Path) -> None:
     [settings] = settings_of(words)
     record = run(settings)
     assert record["status"] == "complete" and record["metrics"]["accuracy"]["n"] == 2
+    assert not collect([tmp_path]).problems
     kl = record["fidelity"]["kl"]
     assert kl == pytest.approx(0, abs=1e-6) if method in WHOLE else math.isfinite(kl) and kl > 0

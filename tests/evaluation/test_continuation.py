@@ -14,6 +14,7 @@ from kvexp.cli import settings_of
 from kvexp.errors import UserError
 from kvexp.evaluation.continuation import blocks
 from kvexp.model import load_once
+from kvexp.report.collect import collect
 from kvexp.run import run
 from kvexp.tasks.continuation import TextSet
 
@@ -42,6 +43,7 @@ def lines(of: Any) -> list[dict[str, Any]]:
 def test_full_attention_is_its_own_reference(tmp_path: Path) -> None:
     full = settings(tmp_path, "method=full", "task.block=32")
     record = run(full)
+    assert not collect([tmp_path]).problems  # the report takes it for whole
     assert record["metrics"]["kl"]["value"] == pytest.approx(0, abs=1e-6)
     assert record["metrics"]["top1_agreement"]["value"] == 1
     loaded = load_once(full.model)

@@ -18,6 +18,7 @@ from kvexp.evaluation.length import warn_of_questions
 from kvexp.evaluation.questions import every, planned
 from kvexp.model import load_once
 from kvexp.prompt import Context
+from kvexp.report.collect import collect
 from kvexp.run import run
 from kvexp.tasks.batch import QueryBatch
 from kvexp.tasks.session import Session
@@ -59,7 +60,7 @@ def test_the_batch_changes_nothing(method: str, tmp_path: Path) -> None:
     many = small(tmp_path / "many", *words, "batch_size=8")
     record, other = run(one), run(many)
     assert samples_of(one) == samples_of(many)
-    assert record["metrics"] == other["metrics"]
+    assert record["metrics"] == other["metrics"] and not collect([tmp_path / "many"]).problems
     lines = [json.loads(line) for line in samples_of(one).splitlines()]
     cut_short = [line["stop"] == "length" for line in lines]
     assert record["metrics"]["truncated"]["value"] == pytest.approx(sum(cut_short) / len(cut_short))

@@ -48,7 +48,7 @@ def test_nothing_is_dropped_in_silence(tmp_path, make_record, make_samples, stor
 
 
 @pytest.mark.parametrize(
-    ("kept", "reason"), [("lines", "it holds 1 of 3 samples"), ("bytes", "its last line is torn")]
+    ("kept", "reason"), [("lines", "it holds 1 of 3 items"), ("bytes", "its last line is torn")]
 )
 def test_samples_that_were_cut_are_lost(kept, reason, tmp_path, make_record, make_samples, store):
     record = make_record()
@@ -60,6 +60,22 @@ def test_samples_that_were_cut_are_lost(kept, reason, tmp_path, make_record, mak
     path.write_bytes(whole[: whole.index(b"\n") + 1] if kept == "lines" else whole[:-20])
     [problem] = collect([tmp_path]).problems
     assert problem.kind == "lost" and problem.reason == f"samples.jsonl: {reason}"
+
+
+def test_the_items_of_a_text_are_its_blocks(tmp_path, make_record, make_samples, store):
+    """Errors of a continuation are over blocks, of which a sample holds several."""
+    record = make_record()
+    record["metrics"]["accuracy"]["n"] = 5
+    rows = [
+        {**row, "blocks": {"accuracy": [1.0] * n}}
+        for row, n in zip(make_samples([1, 1]), (2, 3), strict=True)
+    ]
+    store(tmp_path / "run", record, rows)
+    (tmp_path / "run/record.json").write_text(json.dumps(record))  # over more items than there are samples
+    assert not collect([tmp_path]).problems
+    (tmp_path / "run/samples.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    [problem] = collect([tmp_path]).problems
+    assert problem.reason == "samples.jsonl: it holds 2 of 5 items"
 
 
 def test_a_folder_named_twice_counts_once(tmp_path, make_record, make_samples, store):

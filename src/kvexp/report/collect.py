@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from kvexp.errors import UserError
 from kvexp.report.folder import FILES
-from kvexp.report.items import item_score
+from kvexp.report.items import item_count, item_score
 from kvexp.report.stored import check_shown, read_record, read_samples
 
 Kind = Literal["failed", "partial", "broken", "repeated", "lost"]
@@ -110,10 +110,12 @@ def _check_whole(record: Mapping[str, Any], path: Path) -> None:
         raise ValueError("its last line is torn")
     if not samples:
         return
-    told = [name for name in record["metrics"] if item_score(samples[0], name) is not None]
-    asked = max((record["metrics"][name]["n"] for name in told), default=0)
-    if len(samples) < asked:
-        raise ValueError(f"it holds {len(samples)} of {asked} samples")
+    for name, metric in record["metrics"].items():
+        if item_score(samples[0], name) is None:
+            continue
+        items = sum(item_count(sample, name) for sample in samples)
+        if items < metric["n"]:
+            raise ValueError(f"it holds {items} of {metric['n']} items")
 
 
 def _sample_lines(run: Path) -> int:

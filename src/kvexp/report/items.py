@@ -63,6 +63,13 @@ def item_score(sample: Mapping[str, Any], metric: str) -> float | None:
     return None
 
 
+def item_count(sample: Mapping[str, Any], metric: str) -> int:
+    """Return how many of the items behind `metric` a sample holds: of a text its blocks, else itself."""
+    blocks = sample.get("blocks")
+    found = blocks.get(metric) if isinstance(blocks, Mapping) else None
+    return len(found) if isinstance(found, Sequence) else 1
+
+
 def mean_by_item(seeds: Sequence[Answers]) -> Answers:
     """Return each item's answers, the first, second, ... each averaged over the seeds that asked it."""
     by_item: dict[Item, list[tuple[float, ...]]] = {}
