@@ -54,6 +54,11 @@ WRONG = [
     (["-m", "seed=0,1", "trainer=ddp"], "a grid cannot run with trainer.devices=auto"),
     (["method="], "names nothing"),
     (["method=1"], "there is no method '1'"),
+    (
+        ["experiment=aks/nope"],
+        "Choices: aks/ama, aks/ama_small, aks/locomo, aks/locomo_small, aks/quantised,",
+    ),
+    (["experiment=nope"], "Choices: aks/..., asm/..., intents_grid, suite/..., tri/..."),
     (["task=[intents]"], "takes one choice"),
     (["task=null"], "names nothing"),
     (["~method"], "no method is chosen"),

@@ -70,6 +70,14 @@ def test_one_baseline_beside_every_budget(tmp_path):
     assert names(matched(tmp_path)) == [("full", 256, "intents rkv"), ("full", 512, "intents rkv")]
 
 
+def test_budgets_stand_in_their_order(tmp_path):
+    for side, method in (("a", "snapkv"), ("b", "rkv")):
+        for budget in (1024, 256, 2048):
+            store(tmp_path / side, method, [1, 0], budget)
+    rows = command.compare(tmp_path / "a", tmp_path / "b")["rows"]
+    assert [row["budget"] for row in rows] == ["256", "1024", "2048"]
+
+
 def test_knobs_tell_cells_apart_that_share_a_partner(tmp_path, capsys):
     for window in (16, 64):
         store(tmp_path / "a", "snapkv", [1, 0], knobs={"window": window})
@@ -136,7 +144,7 @@ def test_mistakes_are_one_sentence(tmp_path, capsys):
     store(c, "rkv", [], error="no")
     for words, said in (
         ([a, tmp_path / "nowhere"], "is no folder"),
-        ([a, c], "is complete: wait for one"),
+        ([a, c], "is complete: run what failed again (python -m kvexp.status names the commands), or name"),
         (
             [a, a, "--metric", "bleu"],
             "no sample of both sets tells bleu: name another with --metric",

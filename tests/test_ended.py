@@ -32,6 +32,12 @@ def test_a_mistake_is_one_sentence(error, code, said, capsys):
     assert capsys.readouterr().err == said
 
 
+def test_ctrl_c_is_a_sentence(capsys):
+    assert ended(fails(KeyboardInterrupt()), "ask", "kvexp.bench") == 130
+    assert ended(fails(KeyboardInterrupt()), "ask", interrupted="it goes on") == 130
+    assert capsys.readouterr().err == "kvexp.bench: interrupted\nkvexp: it goes on\n"
+
+
 def test_a_command_may_have_a_name_of_its_own(capsys):
     ended(fails(UserError("no")), "ask", "kvexp.bench")
     ended(fails(OSError(28, "No space left", "x")), "ask", "kvexp.bench")

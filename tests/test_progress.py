@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvexp import progress
+from waiting import until
 
 
 class _Clock:
@@ -46,6 +47,16 @@ def test_short_work_says_nothing(clock: _Clock, capsys: pytest.CaptureFixture[st
     assert work(clock, [1, 2, 3], 3.0) == [1, 2, 3]
     assert work(clock, [], 3.0) == []
     assert lines(capsys) == []
+
+
+def test_a_first_item_that_takes_long_is_begun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LINE_EVERY", 0.05)
+    for item in progress.track(["a", "b"], "scoring", unit="batches"):
+        if item == "a":
+            until(lambda: "0/2" in capsys.readouterr().err, 10)
+    assert "0/2" not in capsys.readouterr().err
 
 
 def test_a_line_every_ten_seconds_and_one_at_the_end(

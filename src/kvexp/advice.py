@@ -19,6 +19,7 @@ Options = Callable[[str], Sequence[str]]
 PARTS = {"notes": "task.notes"}
 """Folders whose choices are parts of other choices, and the key that takes them."""
 _OPTIONAL_GROUPS = ("cluster", "experiment", "sweep", "debug")
+MANY = 40  # choices that a sentence names one by one
 _PLUGINS = {"submitit": "slurm", "optuna": "optuna"}
 
 
@@ -62,7 +63,17 @@ def no_choice(group: str, choice: str, options: Sequence[str]) -> str:
     said = (
         f"there is no {group} '{choice}'{suggest(choice, options)}" if choice else f"{group}= names nothing:"
     )
-    return f"{said.rstrip('?:,')}{'?' if said.endswith('?') else '.'} Choices: {', '.join(sorted(options))}"
+    shown = ", ".join(_shown(choice, options))
+    return f"{said.rstrip('?:,')}{'?' if said.endswith('?') else '.'} Choices: {shown}"
+
+
+def _shown(choice: str, options: Sequence[str]) -> list[str]:
+    """Options to name: those in the folder that was meant; of more than MANY, folders as `folder/...`."""
+    folder = f"{choice.rpartition('/')[0]}/"
+    shown = [name for name in options if name.startswith(folder)] or list(options)
+    if len(shown) > MANY:
+        shown = [f"{name.partition('/')[0]}/..." if "/" in name else name for name in shown]
+    return sorted(set(shown))
 
 
 @contextmanager

@@ -34,16 +34,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-INTERRUPTED = 130
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (the process's own by default) and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        return ended(lambda: _command(words), CHECK_FOLDERS)
-    except KeyboardInterrupt:
-        return say("interrupted; the same command goes on from the last complete sample", INTERRUPTED)
+    return ended(
+        lambda: _command(words),
+        CHECK_FOLDERS,
+        interrupted="interrupted; the same command goes on from the last complete sample",
+    )
 
 
 def _command(words: Sequence[str]) -> int:

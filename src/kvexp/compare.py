@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,9 +75,11 @@ def _complete(folder: str | Path, records: Sequence[Any], unsound: Sequence[Any]
     kept = [r for r in records if r["status"] == "complete" and r.get("samples") is not False]
     if not kept:
         why = [f" ({problem.folder} is {problem.kind}: {problem.reason})" for problem in unsound[:1]]
-        raise UserError(
-            f"no run below {folder} is complete{''.join(why)}: wait for one, or name another folder"
+        failed = sum(record["status"] == "failed" for record in records)
+        advice = (
+            "run what failed again (python -m kvexp.status names the commands)" if failed else "wait for one"
         )
+        raise UserError(f"no run below {folder} is complete{''.join(why)}: {advice}, or name another folder")
     return kept
 
 
@@ -109,8 +112,10 @@ def _rows(pairs: Sequence[Any], metric: str, items: Any) -> list[dict[str, Any]]
     by_words: dict[tuple[str, str], list[Any]] = {}
     for pair in pairs:
         by_words.setdefault((pair.words, str(pair.second["choices"]["budget"])), []).append(pair)
+    places = {words: place for place, (words, _) in reversed(list(enumerate(by_words)))}
     rows = []
-    for (words, budget), members in by_words.items():
+    for words, budget in sorted(by_words, key=lambda one: (places[one[0]], _rows_of(one[1]), one[1])):
+        members = by_words[words, budget]
         groups = [[pair] for pair in members]
         if len({pair.second["choices"]["seed"] for pair in members}) == len(members) > 1:
             groups.append(members)
@@ -120,6 +125,10 @@ def _rows(pairs: Sequence[Any], metric: str, items: Any) -> list[dict[str, Any]]
                 seeds = sorted({pair.second["choices"]["seed"] for pair in group})
                 rows.append({"cells": words, "budget": budget, "seeds": seeds, **row})
     return rows
+
+
+def _rows_of(budget: str) -> float:
+    return float(budget) if budget.isdigit() else math.inf
 
 
 def _row(group: Sequence[Any], metric: str, items: Any) -> dict[str, Any] | None:

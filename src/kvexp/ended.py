@@ -1,4 +1,4 @@
-"""How a command that prints ends: its exit code, one sentence for a mistake or a bad file, a quiet pipe."""
+"""How a command ends: its exit code, one sentence for a mistake, a bad file or Ctrl-C, a quiet pipe."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from collections.abc import Callable
 
 from kvexp.errors import UserError
 
-FAILED, WRONG = 1, 2
+FAILED, WRONG, INTERRUPTED = 1, 2, 130
 
 
-def ended(command: Callable[[], int], advice: str, name: str = "kvexp") -> int:
+def ended(
+    command: Callable[[], int], advice: str, name: str = "kvexp", interrupted: str = "interrupted"
+) -> int:
     """Return the exit code of `command`: its own, 2 for a UserError, 1 for a file that cannot be used.
 
-    `advice` ends the sentence about such a file, and `name` starts every sentence. A reader that closes the
-    pipe early (`| head`) is no error.
+    `advice` ends the sentence about such a file, `name` starts every sentence, and `interrupted` is the one
+    after Ctrl-C (130). A reader that closes the pipe early (`| head`) is no error.
     """
     try:
         code = command()
@@ -24,6 +26,8 @@ def ended(command: Callable[[], int], advice: str, name: str = "kvexp") -> int:
         return code
     except UserError as error:
         return say(str(error), WRONG, name)
+    except KeyboardInterrupt:
+        return say(interrupted, INTERRUPTED, name)
     except BrokenPipeError:
         _silence()
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
@@ -44,15 +45,27 @@ def _bar(items: Iterable[T], what: str, total: int | None, unit: str) -> Iterato
 def _lines(items: Iterable[T], what: str, total: int | None, unit: str) -> Iterator[T]:
     start = last = time.perf_counter()
     done = told = 0
-    for done, item in enumerate(items, 1):
-        yield item
-        now = time.perf_counter()
-        if now - last >= LINE_EVERY:
-            last, told = now, done
-            _say(what, done, total, now - start, unit)
+    begun = threading.Timer(LINE_EVERY, _say_begun, (what, total, unit))  # where the first item takes long
+    begun.daemon = True
+    begun.start()
+    try:
+        for done, item in enumerate(items, 1):
+            yield item
+            begun.cancel()
+            now = time.perf_counter()
+            if now - last >= LINE_EVERY:
+                last, told = now, done
+                _say(what, done, total, now - start, unit)
+    finally:
+        begun.cancel()
     spent = time.perf_counter() - start
     if done > told and spent >= LINE_EVERY:
         _say(what, done, total, spent, unit)
+
+
+def _say_begun(what: str, total: int | None, unit: str) -> None:
+    of = f"/{total}" if total else ""
+    print(f"{what}: 0{of} {unit}", file=sys.stderr, flush=True)
 
 
 def _say(what: str, done: int, total: int | None, spent: float, unit: str) -> None:

@@ -71,7 +71,7 @@ def test_the_file_is_bounded_and_what_is_there_stays(tmp_path: Path, monkeypatch
     assert file.path.read_bytes() == before
     for damaged in ('{"batches": [', '{"batches": 3}', "[]", '{"batches": [3]}'):
         file.path.write_text(damaged)
-        file.add(["z"], stepped(Stopwatch(), [1]))
+        LatencyFile(file.path).add(["z"], stepped(Stopwatch(), [1]))
         assert [one["samples"] for one in json.loads(file.path.read_bytes())["batches"]] == [["z"]]
 
 

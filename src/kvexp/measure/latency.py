@@ -59,15 +59,16 @@ class LatencyFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self._full = path, False
 
     def add(self, samples: Sequence[str], steps: Steps) -> None:
         """Keep the steps of a batch, unless there were none, or enough batches or this one are there."""
         seconds = steps.seconds
-        if not seconds:
+        if not seconds or self._full:
             return
         kept = self._batches()
-        if len(kept) >= BATCHES or any(one.get("samples") == list(samples) for one in kept):
+        self._full = len(kept) >= BATCHES
+        if self._full or any(one.get("samples") == list(samples) for one in kept):
             return
         entry = {
             "samples": list(samples),

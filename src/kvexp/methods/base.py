@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from kvexp.prompt import Context
-from kvexp.stats.shares import Shares
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
     from kvexp.budget import Budget
     from kvexp.cache.kv_cache import KVCache
+    from kvexp.stats.shares import Shares
 
 
 class Memory(Protocol):
