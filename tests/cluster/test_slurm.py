@@ -1,4 +1,4 @@
-"""A real Slurm: an array of which one cell fails and one is preempted, a killed job, and two nodes."""
+"""A real Slurm: an array with a cell that fails and one that is preempted, a killed job, two nodes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ TOO_SMALL = "budget=2 is smaller than the prompt's header"
 class Driver:
     """A command line of kvexp as a user starts it on a login node."""
 
-    def __init__(self, words: str, environment: dict[str, str], folder: Path) -> None:
+    def __init__(self, words: str | list[str], environment: dict[str, str], folder: Path) -> None:
         self._err = folder / "driver.err"
         with open(self._err, "wb") as err:
-            command = [sys.executable, "-m", "kvexp", *words.split(), f"output_dir={folder / 'out'}"]
+            words = words.split() if isinstance(words, str) else words
+            command = [sys.executable, "-m", "kvexp", *words, f"output_dir={folder / 'out'}"]
             self._process = subprocess.Popen(command, env=environment, cwd=folder, stdout=err, stderr=err)
 
     def wait(self) -> tuple[int, str]:
@@ -142,28 +143,30 @@ def test_a_job_goes_on_after_a_time_out_and_a_killed_one_is_noticed(slurm, envir
     assert "budget=250" in cell.command
 
 
-def test_two_nodes_make_the_memory_of_one_process(slurm, environment, tmp_path) -> None:
-    grid = (
-        f"{TINY} method=asm method.layout=pooled method.samples=float32 budget=4096 calibration.n=24 limit=4"
-    )
+def test_two_nodes_go_on_after_a_preemption_and_make_the_files_of_one_process(
+    slurm, environment, tmp_path
+) -> None:
+    grid = f"{TINY} method=asm method.layout=pooled method.samples=float32 budget=4096 calibration.n=24"
+    grid += " limit=150 batch_size=1"
     nodes = "cluster=slurm_ddp trainer.accelerator=cpu trainer.devices=1 +trainer.num_nodes=2"
     launch = f"{JOBS} hydra.launcher.gpus_per_node=null hydra.launcher.cpus_per_task=1"
-    words = f"{nodes} {launch} {grid}".split()
-    words.append("hydra.launcher.setup=['export MASTER_ADDR=127.0.0.1']")  # the nodes' names are no hosts
-    done = subprocess.run(
-        [sys.executable, "-m", "kvexp", *words, f"output_dir={tmp_path / 'out'}"],
-        env=slurm_environment(slurm, environment),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
+    # The nodes' names are no hosts.
+    setup = "hydra.launcher.setup=['export MASTER_ADDR=127.0.0.1']"
+    words = [*f"{nodes} {launch} {grid}".split(), setup]
+    (cell,), (alone,) = cells_of(grid, tmp_path), cells_of(grid, tmp_path / "alone")
+    driver = Driver(words, slurm_environment(slurm, environment), tmp_path)
+    job, both, _ = driver.until(lambda: busy(slurm, [cell]), "a cell with samples")
+    slurm.run("sbatch", "-p", "high", "-w", both, "-c", "4", "-o", "/dev/null", "--wrap", "sleep 1")
+    driver.until(lambda: "Restarts=1" in slurm.run("scontrol", "show", "job", job), "the job queued again")
+    assert samples(cell) >= 3 and not (cell.run_dir / "record.json").exists()
+    driver.until(lambda: released(slurm, job), "the job started again")
+    code, said = driver.wait()
+    assert code == 0, said
     from kvexp.run import run
 
-    (cell,), (alone,) = cells_of(grid, tmp_path), cells_of(grid, tmp_path / "alone")
     record = json.loads((cell.run_dir / "record.json").read_text())
     assert record["status"] == "complete" and record["provenance"]["processes"] == 2
+    assert (cell.run_dir / "log.txt").read_text().count("run folder:") == 2
     run(alone)
     assert samples_of(cell) == samples_of(alone)
     memories = [next(one.store_dir.glob("asm-*/memory.safetensors")) for one in (cell, alone)]
