@@ -72,6 +72,7 @@ WRONG = [
     (["--config-dir", "/no/such/folder"], "is not a folder"),
     (["-m", "seed=0,1", "hydra/launcher=nope"], "nope"),
     (["trainer.foo=1"], "+trainer.foo="),
+    (["trainer.silence_s=5"], "trainer.silence_s is of several processes: choose trainer=ddp beside it"),
     (["+trainer.limit_predict_batches=1"], "trainer.limit_predict_batches=1 would learn from a part"),
     (["+trainer.fast_dev_run=true"], "lower calibration.n"),
     (["+trainer.overfit_batches=2"], "trainer.overfit_batches=2 would learn"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from kvexp import check
 from kvexp.errors import UserError, suggest
+from kvexp.specs import OWN_TRAINER_KEYS
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -122,6 +123,8 @@ def _unknown_key(error: OmegaConfBaseException, options: Options) -> str:
     if not isinstance(parent, DictConfig) or parent.get(key, None) is not None:
         return f"{full_key}: {_first_line(error)}"
     known = [str(name) for name in parent if not str(name).startswith("_")]
+    if prefix == "trainer" and key in OWN_TRAINER_KEYS:
+        return f"{full_key} is of several processes: choose trainer=ddp beside it"
     if prefix == "trainer":
         return (
             f"there is no '{full_key}' yet{suggest(key, known) or '.'} To give lightning.Trainer another"
