@@ -18,13 +18,15 @@ from kvexp.model import load_once
 from kvexp.prompt import Context
 from kvexp.run import run
 
-PASSKEY = "task=passkey task.context_tokens=200 task.n=2 task.n_facts=3 fidelity=true batch_size=2"
+PASSKEY = "task=passkey task.context_tokens=200 task.n=2 task.n_facts=3 batch_size=2"
 
 
-def cell(folder: Path, *words: str) -> Any:
-    [settings] = settings_of(
-        ["model=tiny-llama", "logger=none", *PASSKEY.split(), f"output_dir={folder}", *words]
-    )
+INTENTS = "task=intents task.context_tokens=300 task.n_labels=3 task.n_calibration=2 limit=5 batch_size=2"
+
+
+def cell(folder: Path, *words: str, task: str = PASSKEY) -> Any:
+    common = ["model=tiny-llama", "logger=none", "fidelity=true", *task.split(), f"output_dir={folder}"]
+    [settings] = settings_of([*common, *words])
     return settings
 
 
@@ -32,7 +34,10 @@ def scores(settings: Any) -> list[dict[str, float]]:
     return [json.loads(line)["scores"] for line in samples_of(settings).splitlines()]
 
 
-def test_full_attention_runs_once_for_all_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("task", [PASSKEY, INTENTS], ids=["questions", "labels"])
+def test_full_attention_runs_once_for_all_cells(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     encoded = []
     inner = known.Session.context
 
@@ -41,12 +46,12 @@ def test_full_attention_runs_once_for_all_cells(tmp_path: Path, monkeypatch: pyt
             encoded.append(arguments)
         return inner(self, *arguments)
 
-    run(cell(tmp_path, "method=snapkv", "budget=60"))
+    run(cell(tmp_path, "method=snapkv", "budget=60", task=task))
     monkeypatch.setattr(known.Session, "context", watched)
-    other = cell(tmp_path, "method=knorm", "budget=60")
+    other = cell(tmp_path, "method=knorm", "budget=60", task=task)
     run(other)
     assert not encoded
-    alone = cell(tmp_path / "alone", "method=knorm", "budget=60")
+    alone = cell(tmp_path / "alone", "method=knorm", "budget=60", task=task)
     run(alone)
     assert encoded and samples_of(other) == samples_of(alone)
     assert all(one["kl"] > 0 for one in scores(other))

@@ -72,17 +72,19 @@ class Store:
         facts: dict[str, Any],
         load: Callable[[Path, dict[str, Any]], Any],
         build: Callable[[Path], Any],
+        say: Callable[..., None] = log.info,
     ) -> tuple[Any, Path, bool]:
         """Return (artefact, its folder, whether it was built now).
 
         `build(work)` makes an artefact with `manifest` and `save(folder)`; what it leaves in the folder
         `work` is there again when it is interrupted, and goes when it is done. `load(folder, facts)` reads an
-        artefact and refuses a mismatch. Two processes that want the same artefact build it once.
+        artefact and refuses a mismatch. Two processes that want the same artefact build it once. `say` logs
+        that it was there.
         """
         folder = self.root / f"{name}-{fingerprint(facts)}"
         with self._locked(folder / ".lock"):
             if self.crew.broadcast((folder / "manifest.json").exists()):
-                log.info("using the memory in %s", folder)
+                say("using the memory in %s", folder)
                 return load(folder, facts), folder, False
             if self.crew.first:
                 remove_leftovers(folder)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from kvexp.budget import Budget
 from kvexp.crew.crew import ALONE, Crew
+from kvexp.evaluation.known import known_answers
 from kvexp.evaluation.length import held_tokens, warn_of_length
 from kvexp.evaluation.shares import score_batches
 from kvexp.measure.answered import Answered
@@ -14,7 +14,6 @@ from kvexp.measure.decay import prefix_decay
 from kvexp.measure.state_error import errors_by_layer
 from kvexp.measure.timing import Stopwatch
 from kvexp.measure.usage import added, cache_usage
-from kvexp.methods.baseline.full import Full
 from kvexp.prompt import Context
 from kvexp.report.folder import RunFolder
 from kvexp.schema import Settings
@@ -93,9 +92,7 @@ def _answered(
     """
     size, documents = settings.batch_size, task.documents
     adapter = KVLM(session, size)
-    reference = None
-    if settings.fidelity:
-        reference = KVLM(Session(session.loaded, Full(), None, Budget(None)), size)
+    reference = known_answers(settings, session.loaded)
     evaluation = LabelEvaluation(adapter, task, context, settings.seed, reference)
     evaluation.measure_bias(size)  # also when all samples are there: the record tells what this process did
     batches = batched(by_length(documents), size)
@@ -114,5 +111,6 @@ def _answered(
     decay = None
     if reference is not None and settings.method.family == "memory":
         asked = [evaluation.instances(batch) for batch in batched(documents[:DECAY_QUERIES], size)]
-        decay = prefix_decay(((reference.batch(i), adapter.batch(i)) for i in asked), DECAY_TOKENS)
+        full = KVLM(reference.session, size)
+        decay = prefix_decay(((full.batch(i), adapter.batch(i)) for i in asked), DECAY_TOKENS)
     return folder.samples(), decay, others

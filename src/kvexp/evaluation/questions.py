@@ -12,7 +12,7 @@ import torch
 from kvexp.cache.kv_cache import KVCache
 from kvexp.crew.crew import ALONE, Crew
 from kvexp.errors import UserError
-from kvexp.evaluation.known import KnownAnswers
+from kvexp.evaluation.known import known_answers
 from kvexp.evaluation.labels import context_of, facts_of
 from kvexp.evaluation.length import warn_of_questions
 from kvexp.evaluation.shares import score_batches
@@ -147,10 +147,7 @@ class Run:
         self.stopped = self.adapter.stopper(task.stop)
         self.usages: list[dict[str, Any]] = []
         self._latest: KVCache | None = None
-        self.known: KnownAnswers | None = None
-        if settings.fidelity:
-            divided = settings.model.tp_plan is not None
-            self.known = KnownAnswers(session.loaded, None if divided else settings.store_dir)
+        self.known = known_answers(settings, session.loaded)
 
     def name(self, asked: Asked) -> str:
         """Return the name of what is encoded for an answer: its context, or for its question alone."""

@@ -6,6 +6,7 @@ Hidden states are a hundredth of the logits that they give, and give them again 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from kvexp.files import write_atomic
 from kvexp.methods.baseline.full import Full
 from kvexp.progress import track
 
+log = logging.getLogger(__name__)
 FORMAT = 1
 CHUNK = 512  # tokens whose logits stand in memory at once
 
@@ -70,7 +72,7 @@ def reference(
         ]
         return Reference(torch.cat(parts).cpu())
 
-    found, _, _ = Store(store_dir).get("reference", facts, Reference.load, build)
+    found, _, _ = Store(store_dir).get("reference", facts, Reference.load, build, log.debug)
     return found
 
 

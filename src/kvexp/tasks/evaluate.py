@@ -9,7 +9,7 @@ generation (`accuracy_free`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from lm_eval.api.instance import Instance
@@ -24,11 +24,21 @@ from kvexp.tasks.trie import Trie, calibrated, label_bias
 Item = TypeVar("Item")
 
 
+class Reference(Protocol):
+    """What a method is compared with: an adapter, or what is known of one."""
+
+    def answer_distributions(
+        self, instances: Sequence[Instance], answers: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
+        """Return for each document the log-probabilities [n, V] at its n teacher-forced answer tokens."""
+        ...
+
+
 class LabelEvaluation:
     """Scores the documents of a task set with an adapter, and with a reference beside it for fidelity."""
 
     def __init__(
-        self, adapter: KVLM, task: TaskSet, context: Context, seed: int, reference: KVLM | None = None
+        self, adapter: KVLM, task: TaskSet, context: Context, seed: int, reference: Reference | None = None
     ) -> None:
         self.adapter, self.task, self.context, self.seed = adapter, task, context, seed
         self.reference = reference
