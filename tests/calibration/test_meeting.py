@@ -90,6 +90,7 @@ def test_a_layer_that_is_built_together_is_that_of_one(tmp_path: Path, knobs: di
 
 def test_what_a_killed_run_left_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "meeting").mkdir()
-    (tmp_path / "meeting/share-1.safetensors").write_bytes(b"half")
+    (tmp_path / "meeting/share-1-0.safetensors").write_bytes(b"half")
     x = torch.randn(20, 3, generator=torch.Generator().manual_seed(1))
     crews.together(2, lambda crew: shared(x, Meeting(tmp_path / "meeting", crew), 4))
+    assert not list((tmp_path / "meeting").iterdir())

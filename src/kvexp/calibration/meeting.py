@@ -14,12 +14,12 @@ from kvexp.stats.shares import S, Shares, Tensors
 
 
 class Meeting(Shares):
-    """The shares of a crew: one a rank."""
+    """The shares of a crew: one a rank. No name is written twice: network file systems remember names."""
 
     def __init__(self, folder: Path, crew: Crew) -> None:
         """`folder` is theirs alone; what a killed run left in it goes."""
         self.number, self.count = crew.rank, crew.world
-        self._folder, self._crew = folder, crew
+        self._folder, self._crew, self._turn = folder, crew, 0
         if crew.first:
             shutil.rmtree(folder, ignore_errors=True)
         crew.barrier()
@@ -43,12 +43,19 @@ class Meeting(Shares):
             self._write("whole", make())
         self._crew.barrier()
         found = self._read("whole")
-        self._crew.barrier()  # all have read it: the next may take its place
+        self._crew.barrier()
+        if not self.number:  # all have read it
+            for path in self._folder.glob(f"*-{self._turn}.safetensors"):
+                path.unlink()
+        self._turn += 1
         return found
 
     def _write(self, name: str, tensors: Tensors) -> None:
         cpu = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-        write_atomic(self._folder / f"{name}.safetensors", save(cpu))
+        write_atomic(self._path(name), save(cpu))
 
     def _read(self, name: str) -> Tensors:
-        return load((self._folder / f"{name}.safetensors").read_bytes())
+        return load(self._path(name).read_bytes())
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}-{self._turn}.safetensors"
