@@ -106,7 +106,7 @@ def _check_whole(record: Mapping[str, Any], path: Path) -> None:
     samples = read_samples(path)
     if record["status"] != "complete" or not path.exists():
         return
-    if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+    if _torn(path):
         raise ValueError("its last line is torn")
     if not samples:
         return
@@ -116,6 +116,14 @@ def _check_whole(record: Mapping[str, Any], path: Path) -> None:
         items = sum(item_count(sample, name) for sample in samples)
         if items < metric["n"]:
             raise ValueError(f"it holds {items} of {metric['n']} items")
+
+
+def _torn(path: Path) -> bool:
+    with open(path, "rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 def _sample_lines(run: Path) -> int:
