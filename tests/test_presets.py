@@ -22,7 +22,7 @@ ASM = {"fig3", "table1", "table2", "table3", "table4", "table5", "table6", "fig4
 AKS = {"locomo", "ama", "quantised", "throughput", "recompute"}
 TRI = {*(f"table{n}" for n in "12345abcdefg"), *(f"fig5{n}" for n in "abcd"), "fidelity"}
 SUITE = {"icl", "rag", "reasoning", "longbench"}
-TINY = ["model=tiny-llama", "model.dtype=float32", "limit=2", "logger=none", "calibration.n=8"]
+TINY = ["model=tiny-llama", "model.dtype=float32", "limit=2", "logger=none"]
 
 
 @pytest.fixture(scope="module")
@@ -94,22 +94,28 @@ METRICS = ("accuracy", "f1", "judge", "average", "score", "match", "stack_match"
 METRICS += ("concentrated_heads",)
 
 
-def tiny(name: str, folder: Path, place: int) -> dict[str, Any]:
+def tiny(name: str, folder: Path, place: int, cell: Settings) -> dict[str, Any]:
     """Run one cell of a preset on a tiny model, and return its record."""
-    words = [word for word in presets_of.words_of(name)[place] if not word.startswith(("model=", "limit="))]
-    cut = [word for word in words if not word.startswith("calibration.n=")]
-    [settings] = settings_of(["hydra.mode=RUN", f"experiment={name}", *cut, *TINY, f"output_dir={folder}"])
+    fewer = "tokens=2000" if cell.calibration.name == "text" else "n=8"
+    more = [*TINY, f"calibration.{fewer}", f"output_dir={folder}"]
+    if getattr(cell.task, "prompt", "plain") == "chat":
+        more.append("task.prompt=plain")  # bytes have no chat template
+    if cell.choices["task"] == "ruler":
+        more.append("task.length=8192")  # of bytes
+    replaced = {word.partition("=")[0] for word in more}
+    words = [word for word in presets_of.words_of(name)[place] if word.partition("=")[0] not in replaced]
+    [settings] = settings_of(["hydra.mode=RUN", f"experiment={name}", *words, *more])
     return run(settings)
 
 
 @pytest.mark.parametrize(("name", "place"), [("tri/fig5d_small", 1), ("tri/tablef_small", 0)])
-def test_a_cell_of_a_small_preset_runs(name: str, place: int, tmp_path: Path) -> None:
-    assert tiny(name, tmp_path, place)["status"] == "complete"
+def test_a_cell_of_a_small_preset_runs(name: str, place: int, cells: Any, tmp_path: Path) -> None:
+    assert tiny(name, tmp_path, place, cells(name)[place])["status"] == "complete"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif("KVEXP_DATA_DIR" not in os.environ, reason="KVEXP_DATA_DIR is not set")
 @pytest.mark.parametrize("name", SMALL)
-def test_a_cell_of_every_small_preset_runs(name: str, tmp_path: Path) -> None:
+def test_a_cell_of_every_small_preset_runs(name: str, cells: Any, tmp_path: Path) -> None:
     """The last one: presets begin with their baselines."""
-    assert tiny(name, tmp_path, -1)["status"] == "complete"
+    assert tiny(name, tmp_path, -1, cells(name)[-1])["status"] == "complete"
