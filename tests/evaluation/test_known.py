@@ -12,6 +12,7 @@ import torch
 import helpers
 from cells import samples_of
 from kvexp.cli import settings_of
+from kvexp.errors import UserError
 from kvexp.evaluation import known, reference
 from kvexp.evaluation.known import KnownAnswers
 from kvexp.model import load_once
@@ -93,3 +94,25 @@ def test_a_model_whose_logits_are_made_otherwise_is_asked_anew(
     run(settings)
     assert not list(tmp_path.rglob("answers-*"))
     assert all(one["kl"] == 0 for one in scores(settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("reference.safetensors", b"half", "reference.safetensors is not what was written"),
+        ("reference.safetensors", None, "reference.safetensors is missing"),
+        ("manifest.json", b'{"model"', "manifest.json cannot be read"),
+    ],
+)
+def test_what_was_kept_and_is_damaged_is_a_sentence(
+    name: str, content: bytes | None, said: str, tmp_path: Path
+) -> None:
+    run(cell(tmp_path, "method=snapkv", "budget=60"))
+    [path, _, *_] = sorted(tmp_path.glob(f"store/answers-*/{name}"))
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        run(cell(tmp_path, "method=knorm", "budget=60"))
+    folder = path.parent
+    assert str(error.value) == (
+        f"the reference in {folder} is damaged ({said}): remove that folder so that it is built again"
+    )

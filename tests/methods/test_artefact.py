@@ -23,7 +23,10 @@ def test_round_trip(tmp_path: Path) -> None:
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
     assert manifest["context"] == "one" and manifest["format"] == 1
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["manifest.json", artefact.TENSORS]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+        "manifest.json",
+        "memory.safetensors",
+    ]
 
 
 def test_what_was_built_for_something_else_is_refused(tmp_path: Path) -> None:
@@ -34,11 +37,11 @@ def test_what_was_built_for_something_else_is_refused(tmp_path: Path) -> None:
 
 def test_damage_is_refused(tmp_path: Path) -> None:
     written(tmp_path)
-    data = (tmp_path / artefact.TENSORS).read_bytes()
-    (tmp_path / artefact.TENSORS).write_bytes(data[:-1] + b"x")
+    data = (tmp_path / "memory.safetensors").read_bytes()
+    (tmp_path / "memory.safetensors").write_bytes(data[:-1] + b"x")
     with pytest.raises(UserError, match=r"damaged \(memory.safetensors is not what was written\)"):
         artefact.read(tmp_path, {})
-    (tmp_path / artefact.TENSORS).unlink()
+    (tmp_path / "memory.safetensors").unlink()
     with pytest.raises(UserError, match=r"damaged \(memory.safetensors is missing\)"):
         artefact.read(tmp_path, {})
     for text, reason in (("[1]", "is not a mapping"), ("{", "cannot be read")):

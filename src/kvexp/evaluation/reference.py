@@ -5,7 +5,6 @@ Hidden states are a hundredth of the logits that they give, and give them again 
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,16 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from kvexp.calibration.store import Store, fingerprint
 from kvexp.errors import UserError
-from kvexp.files import write_atomic
+from kvexp.methods import artefact
 from kvexp.methods.baseline.full import Full
 from kvexp.progress import track
 
 log = logging.getLogger(__name__)
-FORMAT = 1
+FORMAT = 2
 CHUNK = 512  # tokens whose logits stand in memory at once
 
 
@@ -39,18 +37,14 @@ class Reference:
         return logits_of(model, self.hidden[:, part].to(model.device))
 
     def save(self, folder: Path) -> None:
-        """Write the states and their manifest into `folder`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file({"hidden": self.hidden.contiguous()}, folder / "reference.safetensors")
-        write_atomic(folder / "manifest.json", json.dumps(self.manifest, indent=2, default=str).encode())
+        """Write the states and their manifest into `folder`, each whole or not at all."""
+        artefact.write(folder, {"hidden": self.hidden}, self.manifest, "reference")
 
     @classmethod
     def load(cls, folder: Path, facts: dict[str, Any]) -> Reference:
-        """Read what `save` wrote; UserError when it is of something else."""
-        manifest = json.loads((folder / "manifest.json").read_bytes())
-        if any(manifest.get(key) != value for key, value in facts.items()):
-            raise UserError(f"{folder} holds reference states of something else: remove that folder")
-        return cls(load_file(folder / "reference.safetensors")["hidden"], manifest)
+        """Read what `save` wrote; UserError when it is damaged or of something else."""
+        tensors, manifest = artefact.read(folder, facts, "reference")
+        return cls(tensors["hidden"], manifest)
 
 
 def reference(
