@@ -204,3 +204,17 @@ def test_answers_to_one_question_are_one_item_of_a_difference(tmp_path, make_rec
     pair = paired(grid, grid.rows[1], "accuracy", Items())
     assert (pair.items, pair.wins, pair.losses) == (3, 1, 1)
     assert pair.difference.value == pytest.approx((-1 + 0 + 0.5) / 3)
+
+
+def test_the_distance_from_full_attention_stands_among_the_scores(make_record):
+    record = make_record(calibrated=0.7)
+    record["fidelity"] = {"kl": 0.25, "kl_stderr": 0.05, "top1_agreement": 0.8, "n": 8, "by_layer": {}}
+    record["metrics"]["logprob"] = {"value": -2.0, "stderr": 0.1, "n": 8, "higher_is_better": True}
+    [grid] = grids([record])
+    assert headlines(grid) == ["accuracy", "accuracy_calibrated", "kl"]
+    found = grid.rows[0].records[0]["metrics"]
+    assert found["kl"] == {"value": 0.25, "stderr": 0.05, "n": 8, "higher_is_better": False}
+    assert found["top1_agreement"] == {"value": 0.8, "stderr": None, "n": 8, "higher_is_better": True}
+    assert "kl" not in record["metrics"]
+    record["metrics"]["kl"] = {"value": 9.0, "stderr": None, "n": 1, "higher_is_better": False}
+    assert grids([record])[0].rows[0].records[0]["metrics"]["kl"]["value"] == 9  # a task's own

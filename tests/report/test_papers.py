@@ -63,3 +63,12 @@ def test_a_method_without_a_budget_stands_beside_any(monkeypatch):
     monkeypatch.setattr(papers, "numbers", lambda: (PaperNumber(**{**ENTRY, "method": "full"}),))
     group = {"task": "aime24", "rows": [row("full", "full", 0.5)]}
     assert papers.beside(group)[0]["ours"]["value"] == 50
+
+
+def test_numbers_on_the_notes_of_one_memory_stand_beside_those_alone(monkeypatch):
+    settings = ("A-MEM, 10 units", "LiCoMemory, 10 units", "8 answers")
+    found = tuple(PaperNumber(**{**ENTRY, "setting": setting}) for setting in settings)
+    monkeypatch.setattr(papers, "numbers", lambda: found)
+    for notes, kept in (("amem", [0, 2]), ("licomemory", [1, 2]), ("rag", [2]), (None, [0, 1, 2])):
+        shown = papers.beside({**GROUP, "notes": notes})
+        assert [one["setting"] for one in shown] == [settings[place] for place in kept]

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvexp.report.grid import Paired, Row, estimate, headlines, paired
+from kvexp.report.grid import Paired, Row, estimate, headlines, paired, setting_of
 from kvexp.report.groups import Group
 from kvexp.report.items import Items, Record
 from kvexp.report.latency import latency_of
@@ -60,6 +60,7 @@ def group_facts(group: Group, items: Items) -> dict[str, Any]:
         "task": group.grid.task,
         "model": group.grid.model,
         "setting": group.words,
+        "notes": next((setting_of(r).get("task.notes.name") for r in complete), None),
         "seeds": sorted({r["choices"]["seed"] for row in rows for r in (*row.records, *row.failed)}),
         "items": _range(m["n"] for r in complete for n, m in r["metrics"].items() if "[" not in n),
         "context": _range(r["cache"]["context_tokens"] for r in complete),

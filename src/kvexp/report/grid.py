@@ -14,15 +14,17 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
+from kvexp.report.choices import differing, short_names
 from kvexp.report.items import Answers, Items, Record, mean_by_item
 from kvexp.report.loggers import flatten
+from kvexp.report.record import metric
 from kvexp.tasks.metrics import Difference
 from kvexp.tasks.nested import bootstrap, paired_difference
 
 HEADLINES = ("accuracy", "f1", "exact_match", "acc")
 COMPANIONS = {
     "kl": ("top1_agreement", "perplexity"),
-    "f1": ("exact_match", "contains", "f1_calibrated", "logprob"),
+    "f1": ("exact_match", "contains", "f1_calibrated", "kl", "logprob"),
 }
 MOST = 3  # metrics beside each other in a table, which leaves room for the method's name
 FEW = 3  # as many differing settings are named in full
@@ -86,10 +88,21 @@ class Paired:
 def grids(records: Iterable[Record]) -> list[Grid]:
     """Return one grid for each task and model, rows in the order in which they first appear."""
     groups: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
+    for record in map(with_fidelity, records):
         choices = record["choices"]
         groups.setdefault((choices["task"], choices["model"]), []).append(record)
     return [Grid(task, model, tuple(_rows(group))) for (task, model), group in groups.items()]
+
+
+def with_fidelity(record: Record) -> Record:
+    """Return a record with its distance from full attention among the metrics, where it was measured."""
+    measured = record["fidelity"] or {}
+    more = {
+        name: metric(measured[name], measured.get(f"{name}_stderr"), measured["n"], higher)
+        for name, higher in (("kl", False), ("top1_agreement", True))
+        if name in measured and "n" in measured and name not in record["metrics"]
+    }
+    return {**record, "metrics": {**record["metrics"], **more}} if more else record
 
 
 def headlines(grid: Grid) -> list[str]:
@@ -97,7 +110,7 @@ def headlines(grid: Grid) -> list[str]:
     records = [record for row in grid.rows for record in row.records]
     names = list(dict.fromkeys(name for record in records for name in record["metrics"]))
     main = next((name for name in HEADLINES if name in names), names[0] if names else "accuracy")
-    beside = COMPANIONS.get(main, (f"{main}_calibrated", "logprob"))
+    beside = COMPANIONS.get(main, (f"{main}_calibrated", "kl", "logprob"))
     return [main, *(name for name in beside if name in names)][:MOST]
 
 
@@ -178,15 +191,13 @@ def _varied(chosen: Mapping[str, Any], peers: Sequence[Mapping[str, Any]]) -> di
     differ, so are those that most runs share: an ablation is named by what it changes.
     """
     keys = dict.fromkeys(key for peer in peers for key in peer if key not in ("budget", "seed"))
-    spread = {key: Counter(json.dumps(peer.get(key), default=str) for peer in peers) for key in keys}
-    differing = [key for key in keys if len(spread[key]) > 1]
-    short = Counter(key.rpartition(".")[2] for key in differing)
-    names = {key: name if short[name := key.rpartition(".")[2]] == 1 else key for key in differing}
+    names = short_names(differing(keys, peers))
     usual = {}
-    if len(differing) > FEW:
-        common = {key: spread[key].most_common(1)[0] for key in differing}
+    if len(names) > FEW:
+        spread = {key: Counter(json.dumps(peer.get(key), default=str) for peer in peers) for key in names}
+        common = {key: found.most_common(1)[0] for key, found in spread.items()}
         usual = {key: value for key, (value, count) in common.items() if 2 * count > len(peers)}
-    shown = [key for key in differing if usual.get(key) != json.dumps(chosen.get(key), default=str)]
+    shown = [key for key in names if usual.get(key) != json.dumps(chosen.get(key), default=str)]
     return {names[key]: chosen.get(key) for key in shown if key in usual or chosen.get(key) not in OFF}
 
 

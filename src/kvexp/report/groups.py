@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvexp.report.choices import differing, short_names
 from kvexp.report.grid import Grid, Row, grids, setting_of
 from kvexp.report.items import Record
 
@@ -61,13 +62,10 @@ def _place(record: Record) -> tuple[Any, ...]:
 
 def _words(setting: Mapping[str, Any], peers: Sequence[Mapping[str, Any]]) -> str:
     """Return the settings in which a group differs from its peers, under short names."""
-    keys = sorted({key for peer in peers for key in peer})
-    differing = [key for key in keys if len({json.dumps(peer.get(key)) for peer in peers}) > 1]
-    words = []
-    for key in differing:
-        short = key.rpartition(".")[2]
-        name = short if sum(other.rpartition(".")[2] == short for other in differing) == 1 else key
-        value = setting.get(key)
-        if value is not None:
-            words.append(name if value is True else f"{name}={value}")
-    return " ".join(words) or ("default" if differing else "")
+    names = short_names(differing(sorted({key for peer in peers for key in peer}), peers))
+    words = [
+        name if setting[key] is True else f"{name}={setting[key]}"
+        for key, name in names.items()
+        if setting.get(key) is not None
+    ]
+    return " ".join(words) or ("default" if names else "")

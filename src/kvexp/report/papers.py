@@ -9,19 +9,26 @@ from typing import Any
 from kvexp.report.paper_numbers import PaperNumber, numbers
 
 PER_CENT = 100
+NOTES = {"amem": "A-MEM", "licomemory": "LiCoMemory"}  # as settings of the papers begin
 SMALL = "_small"  # the twin of a preset, for a small model
 
 
 def beside(group: Mapping[str, Any], experiment: str | None = None) -> list[dict[str, Any]]:
     """Return the papers' numbers for a group's task, with ours where a row has the same method and budget.
 
-    With an experiment such as "asm/table2" (or its small twin) only those of its table, where there are any.
-    Ours are shown per cent where the paper prints per cent.
+    Numbers on the notes of one memory stand beside runs on these alone. With an experiment such as
+    "asm/table2" (or its small twin) only those of its table, where there are any. Ours are shown per cent
+    where the paper prints per cent.
     """
     preset = (experiment or "").removesuffix(SMALL)
-    mine = [entry for entry in numbers() if entry.task == group["task"]]
+    mine = [entry for entry in numbers() if entry.task == group["task"] and _same_notes(entry, group)]
     named = [entry for entry in mine if entry.preset == preset]
     return [{**asdict(entry), "ours": _ours(entry, group)} for entry in named or mine]
+
+
+def _same_notes(entry: PaperNumber, group: Mapping[str, Any]) -> bool:
+    theirs = next((name for name, word in NOTES.items() if entry.setting.startswith(word)), None)
+    return theirs is None or group["notes"] in (theirs, None)
 
 
 def _ours(entry: PaperNumber, group: Mapping[str, Any]) -> dict[str, Any] | None:
