@@ -206,6 +206,19 @@ def test_answers_to_one_question_are_one_item_of_a_difference(tmp_path, make_rec
     assert pair.difference.value == pytest.approx((-1 + 0 + 0.5) / 3)
 
 
+def test_full_recompute_stands_for_full_where_there_is_none(tmp_path, make_record, make_samples, store):
+    def pair(*methods):
+        folder = tmp_path / "-".join(methods)
+        rows = {"full": [1, 1, 1, 1], "full_recompute": [1, 1, 1, 0], "cacheblend": [1, 0, 0, 0]}
+        grid = only([store(folder / m, make_record(m, "full"), make_samples(rows[m])) for m in methods])
+        return [paired(grid, row, "accuracy", Items()) for row in grid.rows]
+
+    recomputed, blended = pair("full_recompute", "cacheblend")
+    assert recomputed is None and blended.difference.value == -0.5
+    full, recomputed, blended = pair("full", "full_recompute", "cacheblend")
+    assert full is None and recomputed.difference.value == -0.25 and blended.difference.value == -0.75
+
+
 def test_the_distance_from_full_attention_stands_among_the_scores(make_record):
     record = make_record(calibrated=0.7)
     record["fidelity"] = {"kl": 0.25, "kl_stderr": 0.05, "top1_agreement": 0.8, "n": 8, "by_layer": {}}

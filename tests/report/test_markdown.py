@@ -44,6 +44,7 @@ def test_a_cell_of_a_table_stays_in_its_place():
 
 def test_a_score_has_its_errors_in_order():
     assert score({"value": 0.5, "se": 0.01, "se_seeds": 0.125}) == "0.500 ± 0.010 ± 0.125"
+    assert score({"value": 0.5, "se": 0.01, "se_seeds": None}, "+.3f") == "+0.500 ± 0.010"
     assert score({"value": 0.5, "se": None, "se_seeds": None}) == "0.500"
     assert score(None) == "–"
 

@@ -26,6 +26,7 @@ COMPANIONS = {
     "kl": ("top1_agreement", "perplexity"),
     "f1": ("exact_match", "contains", "f1_calibrated", "kl", "logprob"),
 }
+REFERENCES = ("full", "full_recompute")
 MOST = 3  # metrics beside each other in a table, which leaves room for the method's name
 FEW = 3  # as many differing settings are named in full
 OFF = (None, False)
@@ -132,9 +133,13 @@ def estimate(row: Row, metric: str, items: Items) -> Estimate | None:
 
 
 def paired(grid: Grid, row: Row, metric: str, items: Items) -> Paired | None:
-    """Return `row` minus the `full` row of the same settings, or None when they share no seed with items."""
-    full = next((other for other in grid.rows if _is_reference(other, row)), None)
-    if full is None or row.method == "full":
+    """Return `row` minus the `full` row of the same settings, or None when they share no seed with items.
+
+    Where there is none, `full_recompute` stands for it: it attends to everything too.
+    """
+    known = [other for other in grid.rows if _is_reference(other, row)]
+    full = min(known, key=lambda other: REFERENCES.index(other.method), default=None)
+    if full is None or row.method == full.method:
         return None
     references = {record["choices"]["seed"]: record for record in full.records}
     pairs = [(record, references.get(record["choices"]["seed"])) for record in row.records]
@@ -232,8 +237,8 @@ def setting_of(record: Record) -> dict[str, Any]:
 
 
 def _is_reference(other: Row, row: Row) -> bool:
-    """Whether `other` is `full` with its context, in the setting of `row`."""
-    if other.method != "full" or not other.records or not row.records:
+    """Whether `other` attends to its whole context, in the setting of `row`."""
+    if other.method not in REFERENCES or not other.records or not row.records:
         return False
     theirs, ours = other.records[0], row.records[0]
     return not settings_of(theirs).get("empty_prefix") and setting_of(theirs) == setting_of(ours)

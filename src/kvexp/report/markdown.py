@@ -148,7 +148,7 @@ def score(entry: Mapping[str, Any] | None, form: str = ".3f") -> str:
     if entry is None:
         return "–"
     errors = [error for error in (entry["se"], entry["se_seeds"]) if error is not None]
-    return " ".join([format(entry["value"], form), *(f"± {error:{form}}" for error in errors)])
+    return " ".join([format(entry["value"], form), *(f"± {error:{form.lstrip('+')}}" for error in errors)])
 
 
 def _amount(value: float | None) -> str:
