@@ -62,8 +62,9 @@ def small(tmp_path_factory, library, make_record, make_samples, store):
         }
         record["timing"] |= {"step_p50_s": 0.1, "step_p99_s": 0.2, "step_max_s": 0.4}
         store(folder / f"runs/{method}{budget}", record, rows)
-        if method == "snapkv":
-            steps = {"samples": ["0"], "steps": 4, "step_ms": [9.0, 2.0, 8.0, 2.0], "pruned": [2]}
+        if method in ("snapkv", "full"):
+            pruned = [2] if method == "snapkv" else []
+            steps = {"samples": ["0"], "steps": 4, "step_ms": [9.0, 2.0, 8.0, 2.0], "pruned": pruned}
             (folder / f"runs/{method}{budget}/latency.json").write_text(json.dumps({"batches": [steps]}))
     store(folder / "runs/bad", make_record("tova", 1024, error=EVIL), [])
     (folder / "runs/half").mkdir()
@@ -122,6 +123,17 @@ def test_it_opens_from_disk_and_draws(window, small):
         "Relative error, by layer",
     ]
     assert window.run("return performance.getEntriesByType('resource').length") == 0
+
+
+def test_steps_at_which_no_rows_left_are_drawn_without_marks(window, small):
+    window.open(small)
+    window.wait(DRAWN)
+    assert "Marks: rows left at this step." in window.text("#view-compare")
+    window.click("[data-label='snapkv']")
+    window.wait("return !document.querySelector('#view-compare').innerText.includes('Marks: rows')")
+    window.run("window.scrollTo(0, document.body.scrollHeight)")
+    window.wait("return [...document.querySelectorAll('.figure')].every((one) => one.querySelector('svg'))")
+    assert "Latency of each step" in window.texts(".figure h3")
 
 
 def test_a_method_is_hidden_in_the_figures_and_comes_back(window, small):

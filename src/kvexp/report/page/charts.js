@@ -194,9 +194,10 @@ function everyStep(group, hidden) {
   const y = { field: "ms", type: "quantitative", title: "ms", scale: { type: "log", nice: false, padding: 8 }, axis: { format: "~s", tickCount: 5 } };
   const tooltip = [{ field: "is", title: "row" }, { field: "step" }, { field: "ms", title: "ms", format: ",.1f" }, { field: "left", title: "rows left" }];
   const opacity = fainter(data);
+  const marks = { transform: [{ filter: "datum.left === 'yes'" }], mark: { type: "point", filled: true, size: 30 }, encoding: { x, y, color, shape, opacity } };
   return { data: { values: data }, layer: [
     { mark: { type: "line", strokeWidth: 1 }, encoding: { x, y, color, opacity, detail: { field: "is" } } },
-    { transform: [{ filter: "datum.left === 'yes'" }], mark: { type: "point", filled: true, size: 30 }, encoding: { x, y, color, shape, opacity } },
+    ...(data.some((point) => point.left === "yes") ? [marks] : []), // of no data Vega warns
     { mark: { type: "point", size: 40, opacity: 0 }, encoding: { x, y, color, tooltip } },
   ] };
 }

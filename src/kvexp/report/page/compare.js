@@ -145,12 +145,16 @@ function extraFigures(group, state) {
   if (group.parts.some((name) => name.startsWith(`${state.metric} [`))) made.push(figure(`${capital(words(state.metric))} by part`, null, byPart(group, state.metric, state.hidden), { wide: true }));
   if (group.rows.some((row) => row.steps.p50 !== null && !state.hidden.has(row.label))) made.push(figure("Latency of a step", "Point: median. Tick: 99th percentile. Line: to the longest step.", steps(group, state.hidden), { wide: long(group.rows) }));
   const traced = group.rows.filter((row) => row.latency && !state.hidden.has(row.label));
-  if (traced.length) made.push(figure("Latency of each step", `Of one batch of each row. Marks: rows left at this step. Paler: a smaller budget.${thinned(traced)}`, everyStep(group, state.hidden), { wide: true }));
+  if (traced.length) made.push(figure("Latency of each step", `Of one batch of each row.${marked(traced)} Paler: a smaller budget.${thinned(traced)}`, everyStep(group, state.hidden), { wide: true }));
   if (has("by_position", "kl")) made.push(figure("KL from full, by position", "In a text that full attention generated. Paler: a smaller budget.", curves(group, "by_position", ["kl"], "KL, nats", state.hidden)));
   if (has("by_position", "mass_full")) made.push(figure("Share of attention on the prefix", "Solid: the method. Dashed: full attention over the same text. Paler: a smaller budget.", curves(group, "by_position", ["mass_method", "mass_full"], "share of attention", state.hidden)));
   const layered = new Set(group.rows.flatMap((row) => Object.keys(row.curves.by_layer)));
   for (const name of layered) if (has("by_layer", name)) made.push(figure(`${capital(words(name))}, by layer`, "With exact queries, over the first queries of the task. Paler: a smaller budget.", curves(group, "by_layer", [name], words(name), state.hidden)));
   return made;
+}
+
+function marked(rows) {
+  return rows.some((row) => row.latency.pruned.length) ? " Marks: rows left at this step." : "";
 }
 
 function thinned(rows) {
