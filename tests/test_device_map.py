@@ -23,16 +23,16 @@ from kvexp.cli import settings_of
 from kvexp.errors import UserError
 from kvexp.methods.memory.prepare import weights
 
-LABELS = ("limit=4", "calibration.n=8")
+LABELS = ("limit=4", "calibration.n=8", "fidelity=true")
 REUSE = ("task=state_change", "task.n=2", "logger=none", "model=tiny-llama")
 
 
 def dispatched(loaded: model.LoadedModel, folder: Path) -> model.LoadedModel:
-    """The model with its middle layer on disk, as accelerate hooks it."""
+    """The model with its middle layer and its head on disk, as accelerate hooks it."""
     net: Any = copy.deepcopy(loaded.model)
-    places: dict[str, Any] = {name: "cpu" for name in ("model.embed_tokens", "model.norm", "lm_head")}
+    places: dict[str, Any] = {name: "cpu" for name in ("model.embed_tokens", "model.norm")}
     places |= {"model.rotary_emb": "cpu", "model.layers.0": "cpu", "model.layers.2": "cpu"}
-    places["model.layers.1"] = "disk"
+    places |= {"model.layers.1": "disk", "lm_head": "disk"}
     net = dispatch_model(net, places, main_device="cpu", offload_dir=str(folder), force_hooks=True)
     assert next(net.model.layers[1].parameters()).device.type == "meta"
     return dataclasses.replace(loaded, model=net)

@@ -90,8 +90,8 @@ def _states(model: Any, texts: Sequence[Sequence[int]], skip: int) -> torch.Tens
 
 
 def logits_of(model: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Return the model's logits [..., V] from its final hidden states."""
-    logits = model.get_output_embeddings()(hidden)
+    """Return the model's logits [..., V] from its final hidden states, where these are."""
+    logits = model.get_output_embeddings()(hidden).to(hidden.device)
     scale = getattr(model, "logit_scale", None)
     return logits if scale is None else logits * scale
 
@@ -104,7 +104,7 @@ def gives_logits(model: Any, ids: torch.Tensor) -> bool:
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     with output_states(model) as states:
         theirs = model(ids, cache=Full().encode(model, []), position_ids=positions).logits.float()
-    gap = (logits_of(model, states[0]).float() - theirs).abs().max()
+    gap = (logits_of(model, states[0]).to(theirs) - theirs).abs().max()
     return bool(gap <= 0.05 * theirs.abs().max())  # other shapes round otherwise in bfloat16
 
 
