@@ -64,12 +64,14 @@ def _lines(items: Iterable[T], what: str, total: int | None, unit: str) -> Itera
 
 
 def _say_begun(what: str, total: int | None, unit: str) -> None:
-    of = f"/{total}" if total else ""
-    print(f"{what}: 0{of} {unit}", file=sys.stderr, flush=True)
+    print(f"{what}: {_of(0, total)} {unit}", file=sys.stderr, flush=True)
 
 
 def _say(what: str, done: int, total: int | None, spent: float, unit: str) -> None:
     rate = done / max(spent, 1e-9)
     left = f", {(total - done) / rate:.0f} s left" if total else ""
-    of = f"/{total}" if total else ""
-    print(f"{what}: {done}{of} ({rate:.2f} {unit}/s{left})", file=sys.stderr, flush=True)
+    print(f"{what}: {_of(done, total)} ({rate:.2f} {unit}/s{left})", file=sys.stderr, flush=True)
+
+
+def _of(done: int, total: int | None) -> str:
+    return f"{done}/{total}" if total else str(done)

@@ -17,7 +17,7 @@ from typing import Any
 from kvexp.report.choices import differing, short_names
 from kvexp.report.items import Answers, Items, Record, mean_by_item
 from kvexp.report.loggers import flatten
-from kvexp.report.record import metric
+from kvexp.report.record import with_fidelity
 from kvexp.tasks.metrics import Difference
 from kvexp.tasks.nested import bootstrap, paired_difference
 
@@ -93,17 +93,6 @@ def grids(records: Iterable[Record]) -> list[Grid]:
         choices = record["choices"]
         groups.setdefault((choices["task"], choices["model"]), []).append(record)
     return [Grid(task, model, tuple(_rows(group))) for (task, model), group in groups.items()]
-
-
-def with_fidelity(record: Record) -> Record:
-    """Return a record with its distance from full attention among the metrics, where it was measured."""
-    measured = record["fidelity"] or {}
-    more = {
-        name: metric(measured[name], measured.get(f"{name}_stderr"), measured["n"], higher)
-        for name, higher in (("kl", False), ("top1_agreement", True))
-        if name in measured and "n" in measured and name not in record["metrics"]
-    }
-    return {**record, "metrics": {**record["metrics"], **more}} if more else record
 
 
 def headlines(grid: Grid) -> list[str]:

@@ -77,6 +77,17 @@ def metric(value: float, stderr: float | None, n: int, higher_is_better: bool = 
     return {"value": value, "stderr": stderr, "n": n, "higher_is_better": higher_is_better}
 
 
+def with_fidelity(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a record with its distance from full attention among the metrics, where it was measured."""
+    measured = record["fidelity"] or {}
+    more = {
+        name: metric(measured[name], measured.get(f"{name}_stderr"), measured["n"], higher)
+        for name, higher in (("kl", False), ("top1_agreement", True))
+        if name in measured and "n" in measured and name not in record["metrics"]
+    }
+    return {**record, "metrics": {**record["metrics"], **more}} if more else record
+
+
 def validate_record(record: Any) -> None:
     """Raise ValueError, which names the key, when `record` is not a schema-1 record."""
     _need(isinstance(record, Mapping), "record", "must be an object")
